@@ -1,0 +1,1 @@
+"""Neural networks that learn to be optimisers."""

@@ -1,0 +1,27 @@
+"""The one exception for user mistakes: what was expected, what came, what to do."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class UserError(ValueError):
+    """A mistake the user can mend; its text is one line, and the command line ends on it with exit code 2.
+
+    Args:
+        where: what the mistake is about: a file, a config key, an argument.
+        expected: what would have been right.
+        found: what came instead.
+        remedy: what to do about it.
+    """
+
+    def __init__(self, where: str, *, expected: str, found: str, remedy: str) -> None:
+        self.where, self.expected, self.found, self.remedy = where, expected, found, remedy
+        text = f"{where}: expected {expected}, found {found}; {remedy}"
+        super().__init__(" ".join(text.split()))
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A remedy for a misspelt `name`: the nearest of the `known` names, or all of them."""
+    known = sorted(known)
+    near = get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(known) or 'nothing: there are none'}"

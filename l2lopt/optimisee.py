@@ -1,0 +1,83 @@
+"""The contract of an optimisee: a model, a loss and its data, all pure functions."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from l2lopt.types import Aux, Batch, Layout, Loss, Params, stack
+
+Split: TypeAlias = Literal["train", "inner", "heldout", "test"]
+"""`train`: the training samples. `inner` and `heldout`: the same samples shared out anew by each seed, for
+meta-training on samples that the inner steps did not see. `test`: never trained on."""
+
+
+class Optimisee(ABC):
+    """What an optimiser works on. Nothing here has a hidden state: equal arguments give equal results, always."""
+
+    @abstractmethod
+    def init(self, seed: int) -> tuple[Params, Aux]:
+        """Fresh parameters, and the loss's own state before the first step."""
+
+    @abstractmethod
+    def batch(self, split: Split, seed: int, step: int) -> Batch:
+        """The batch of step 0, 1, … of the run `seed`: the data and every random number the loss uses."""
+
+    @abstractmethod
+    def loss(self, params: Params, aux: Aux, batch: Batch) -> tuple[Tensor, Aux]:
+        """The training-mode loss, mean nats per sample, and the state after it. Works under `torch.func` and `vmap`."""
+
+    @abstractmethod
+    def evaluate(self, params: Params, aux: Aux, batch: Batch) -> Tensor:
+        """The test-mode loss, mean nats per sample."""
+
+    @abstractmethod
+    def whole(self, split: Split, seed: int) -> Iterator[tuple[Batch, int]]:
+        """All of a split, as batches with the number of samples in each."""
+
+
+def flat_loss(optimisee: Optimisee, layout: Layout) -> Loss:
+    """The optimisee's loss as a function of the flat vector: θ [n] to a loss, or θ [S, n] to a loss per row."""
+
+    def loss(params: Tensor, aux: Aux, batch: Batch) -> tuple[Tensor, Aux]:
+        return optimisee.loss(layout.unravel(params), aux, batch)
+
+    def either(params: Tensor, aux: Aux, batch: Batch) -> tuple[Tensor, Aux]:
+        return vmap(loss)(params, aux, batch) if params.dim() == 2 else loss(params, aux, batch)
+
+    return either
+
+
+def init_rows(optimisee: Optimisee, seeds: Sequence[int]) -> tuple[Layout, Tensor, Aux]:
+    """Fresh runs side by side, a row for each seed: the layout, θ [S, n] and the aux with S rows."""
+    params, aux = zip(*(optimisee.init(seed) for seed in seeds), strict=True)
+    layout = Layout.of(params[0])
+    return layout, torch.stack([layout.ravel(row) for row in params]), stack(list(aux))
+
+
+def batch_rows(optimisee: Optimisee, split: Split, seeds: Sequence[int], step: int) -> Batch:
+    """The batches of several runs at one step, a row for each seed."""
+    return stack([optimisee.batch(split, seed, step) for seed in seeds])
+
+
+def evaluate_rows(
+    optimisee: Optimisee, layout: Layout, split: Split, seeds: Sequence[int], params: Tensor, aux: Aux
+) -> Tensor:
+    """The test-mode loss of each row on the whole split, [S]."""
+
+    def loss(row: Tensor, aux: Aux, batch: Batch) -> Tensor:
+        return optimisee.evaluate(layout.unravel(row), aux, batch)
+
+    with torch.no_grad():
+        total, samples = params.new_zeros(len(seeds)), 0
+        for parts in zip(*(optimisee.whole(split, seed) for seed in seeds), strict=True):
+            (first, count), *others = parts
+            if all(batch is first for batch, _ in others):  # one data set for all: no copy per row
+                total += count * vmap(loss, in_dims=(0, 0, None))(params, aux, first)
+            else:
+                total += count * vmap(loss)(params, aux, stack([batch for batch, _ in parts]))
+            samples += count
+        return total / samples

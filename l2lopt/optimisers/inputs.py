@@ -1,0 +1,121 @@
+"""What a learned rule sees of each coordinate: its gradient's history and what all coordinates share."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from l2lopt.errors import UserError
+from l2lopt.optimisers.handmade import unbias
+from l2lopt.types import Params
+
+
+class Sight(NamedTuple):
+    """What an input may look at.
+
+    Attributes:
+        grads: the gradient, finite, [*batch, n].
+        params: θ, [*batch, n].
+        step: the number of this update, counted from 1.
+        loss: [*batch], or None where the caller has none.
+    """
+
+    grads: Tensor
+    params: Tensor
+    step: Tensor
+    loss: Tensor | None
+
+
+class Input(nn.Module, ABC):
+    """One kind of input.
+
+    Attributes:
+        size: features per coordinate.
+        memory: the names of the running values [*batch, n] it keeps, zero at first.
+    """
+
+    size: int
+    memory: Sequence[str] = ()
+
+    @abstractmethod
+    def forward(self, sight: Sight, memory: Params) -> tuple[Tensor, Params]:
+        """The features [size, *batch, n] and the memory after this step."""
+
+
+class LogAndSign(Input):
+    """The gradient's size and sign on a log scale (Andrychowicz et al. 2016, appendix A).
+
+    |g| ≥ e⁻ᵖ: (log|g| / p, sign g); else (−1, eᵖ g). The second lies in [−1, 1], the first at or above −1.
+
+    Args:
+        p: the smallest size told apart is e⁻ᵖ; p > 0.
+    """
+
+    size = 2
+
+    def __init__(self, p: float = 10.0) -> None:
+        super().__init__()
+        if p <= 0:
+            raise UserError("log-and-sign: p", expected="above 0", found=str(p), remedy="change the value")
+        self.p = p
+
+    def forward(self, sight: Sight, memory: Params) -> tuple[Tensor, Params]:
+        """(log|g| / p, sign g), or (−1, eᵖ g) where g is small."""
+        g = sight.grads
+        least = torch.exp(g.new_tensor(-self.p))
+        # The clamp keeps log away from 0 in the branch that is not taken, where its slope would be NaN.
+        size = g.abs().clamp(min=least).log() / self.p
+        sign = torch.where(g.abs() >= least, g.sign(), g / least)
+        return torch.stack([size, sign]), memory
+
+
+class RNNprop(Input):
+    """The gradient and its running mean, each over the running root mean square (Lv et al. 2017).
+
+    (m̂ / (√v̂ + ε), g / (√v̂ + ε)) with m̂, v̂ the bias-corrected running means of g and g². The first is Adam's
+    direction.
+
+    Args:
+        betas: of the two running means, each in [0, 1).
+        eps: ε > 0.
+    """
+
+    size = 2
+    memory = ("m", "v")
+
+    def __init__(self, betas: Sequence[float] = (0.9, 0.99), eps: float = 1e-8) -> None:
+        super().__init__()
+        self.beta1, self.beta2 = betas
+        self.eps = eps
+
+    def forward(self, sight: Sight, memory: Params) -> tuple[Tensor, Params]:
+        """(m̂, g) / (√v̂ + ε)."""
+        g = sight.grads
+        m = self.beta1 * memory["m"] + (1 - self.beta1) * g
+        v = self.beta2 * memory["v"] + (1 - self.beta2) * g.square()
+        scale = unbias(v, self.beta2, sight.step).sqrt() + self.eps
+        return torch.stack([unbias(m, self.beta1, sight.step) / scale, g / scale]), {"m": m, "v": v}
+
+
+class LogStep(Input):
+    """The logarithm of the step count, log(t) / scale, the same for all coordinates.
+
+    Args:
+        scale: 7 puts 1,000 steps at 0.99.
+    """
+
+    size = 1
+
+    def __init__(self, scale: float = 7.0) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, sight: Sight, memory: Params) -> tuple[Tensor, Params]:
+        """log(t) / scale."""
+        value = (sight.step.double().log() / self.scale).to(sight.grads.dtype)
+        return value.expand(1, *sight.grads.shape), memory
+
+
+INPUTS: Mapping[str, type[Input]] = {"log-and-sign": LogAndSign, "rnnprop": RNNprop, "log-step": LogStep}

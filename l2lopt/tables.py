@@ -1,0 +1,95 @@
+"""Choosing an implementation by name: one table of name → class or function, its options checked against the signature.
+
+A *choice*, as it stands in a config, is a name or a mapping with the key `name` and the options beside it.
+"""
+
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+
+from l2lopt.errors import UserError, did_you_mean
+
+Table: TypeAlias = Mapping[str, Callable[..., Any]]
+Choice: TypeAlias = str | dict[str, Any]
+
+
+def make(table: Table, kind: str, name: str, **options: Any) -> Any:
+    """Builds `table[name](**options)` after checking the name, the options' names and their types.
+
+    Args:
+        table: name → class or function.
+        kind: what the table holds, for the errors ("cell", "optimiser").
+        name: the entry to build.
+        options: its keyword arguments.
+
+    Raises:
+        UserError: for an unknown name or option, a missing one, or one of the wrong type.
+    """
+    if name not in table:
+        raise UserError(kind, expected="a known name", found=repr(name), remedy=did_you_mean(name, table))
+    return table[name](**_check(f"{kind} {name!r}", _options_model(table[name]), options))
+
+
+def build(table: Table, kind: str, choice: Choice, **extra: Any) -> Any:
+    """`make` for a choice: a name, or a mapping of `name` and options; `extra` options come from the caller."""
+    if isinstance(choice, str):
+        return make(table, kind, choice, **extra)
+    options = dict(choice)
+    name = options.pop("name", None)
+    if not isinstance(name, str):
+        remedy = f"add name = one of {', '.join(sorted(table))}"
+        raise UserError(kind, expected="a table with the key 'name'", found=f"{choice}", remedy=remedy)
+    return make(table, kind, name, **options, **extra)
+
+
+def explain(where: str, error: ValidationError, known: Mapping[str, Any]) -> UserError:
+    """The first finding of a pydantic `error` as a `UserError` about `where`; `known` are the keys at its top."""
+    first = error.errors(include_url=False)[0]
+    path = ".".join(str(part) for part in first["loc"])
+    place = f"{where}: {path}" if path else where
+    if first["type"] == "extra_forbidden":
+        key = str(first["loc"][-1])
+        names = _fields_at(known, first["loc"][:-1])
+        return UserError(place, expected="a known key", found=repr(key), remedy=did_you_mean(key, names))
+    if first["type"] == "missing":
+        return UserError(place, expected="a value", found="none", remedy="add the key")
+    message = first["msg"][:1].lower() + first["msg"][1:]
+    expected = message.removeprefix("input should be ").removeprefix("value error, ")
+    return UserError(place, expected=expected, found=repr(first["input"]), remedy="change the value")
+
+
+def _fields_at(fields: Mapping[str, Any], path: tuple[int | str, ...]) -> list[str]:
+    """The keys that a model allows at `path` below its top."""
+    for part in path:
+        annotation = getattr(fields.get(str(part)), "annotation", None)
+        models = [a for a in (annotation, *typing.get_args(annotation)) if isinstance(a, type)]
+        fields = next((m.model_fields for m in models if issubclass(m, BaseModel)), {})
+    return list(fields)
+
+
+def _check(where: str, model: type[BaseModel], options: dict[str, Any]) -> dict[str, Any]:
+    try:
+        checked = model.model_validate(options)
+    except ValidationError as error:
+        raise explain(where, error, model.model_fields) from None
+    return {name: getattr(checked, name) for name in options}
+
+
+@cache
+def _options_model(entry: Callable[..., Any]) -> type[BaseModel]:
+    """A pydantic model of the keyword arguments of `entry`."""
+    function = inspect.getattr_static(entry, "__init__") if isinstance(entry, type) else entry
+    hints = typing.get_type_hints(function)
+    fields: dict[str, Any] = {
+        parameter.name: (
+            hints.get(parameter.name, Any),
+            ... if parameter.default is parameter.empty else parameter.default,
+        )
+        for parameter in inspect.signature(entry).parameters.values()
+    }
+    config = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True, protected_namespaces=())
+    return create_model(getattr(entry, "__name__", "options"), __config__=config, **fields)

@@ -1,0 +1,140 @@
+"""What travels between the parts: parameters, layouts, states, batches, steps of an unroll."""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+Params: TypeAlias = dict[str, Tensor]
+"""Named tensors: an optimisee's parameters θ or an optimiser's meta-parameters φ."""
+Aux: TypeAlias = dict[str, Tensor]
+"""What the loss itself moves: running statistics, a hidden state. Detached."""
+Batch: TypeAlias = Any
+"""A pytree of tensors: the data and every random number that one evaluation of the loss uses."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each named tensor lies in the flat vector of n coordinates.
+
+    Ravelled tensors follow one another in the order of `names`, each in row-major order. A layout is a constant: pytree
+    functions (and so `vmap`) carry it along without looking inside.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, params: Mapping[str, Tensor]) -> "Layout":
+        """The layout of `params`, in their order."""
+        return cls(tuple(params), tuple(tuple(tensor.shape) for tensor in params.values()))
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Coordinates per tensor."""
+        return tuple(prod(shape) for shape in self.shapes)
+
+    @cached_property
+    def size(self) -> int:
+        """Coordinates in all, n."""
+        return sum(self.sizes)
+
+    def ravel(self, params: Mapping[str, Tensor]) -> Tensor:
+        """Named tensors to one flat vector [n]."""
+        if not self.names:
+            return torch.empty(0)
+        return torch.cat([params[name].reshape(-1) for name in self.names])
+
+    def unravel(self, flat: Tensor) -> Params:
+        """A flat vector [n] to named tensors, as views."""
+        parts = zip(self.names, self.shapes, self.split(flat), strict=True)
+        return {name: part.view(shape) for name, shape, part in parts}
+
+    def split(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """The last axis of [..., n] cut into one view per tensor: [..., n_k]."""
+        parts: tuple[Tensor, ...] = flat.split(self.sizes, dim=-1)
+        return parts
+
+
+pytree.register_pytree_node(Layout, lambda layout: ([], layout), lambda _, layout: layout)
+
+
+class OptimiserState(NamedTuple):
+    """An optimiser's state between two updates.
+
+    Attributes:
+        layout: of the vector of coordinates it works on.
+        coordinates: name → [..., *batch, n], one column a coordinate.
+        shared: what all coordinates share, such as the step count.
+    """
+
+    layout: Layout
+    coordinates: dict[str, Tensor]
+    shared: dict[str, Tensor]
+
+
+class Carry(NamedTuple):
+    """All that one inner step hands to the next.
+
+    Attributes:
+        params: θ as a flat vector [*batch, n].
+        aux: the loss's own state.
+        state: the optimiser's.
+    """
+
+    params: Tensor
+    aux: Aux
+    state: OptimiserState
+
+
+class Target(NamedTuple):
+    """A term of the meta-loss: `weight` times the loss on `batch`, measured after an update."""
+
+    batch: Batch
+    weight: float
+
+
+class Step(NamedTuple):
+    """One inner step: the batch whose gradient the optimiser sees, and what is measured after its update."""
+
+    batch: Batch
+    targets: tuple[Target, ...]
+
+
+Loss: TypeAlias = Callable[[Tensor, Aux, Batch], tuple[Tensor, Aux]]
+"""(θ [*batch, n], aux, batch) → (loss [*batch], aux)."""
+Update: TypeAlias = Callable[[Params, Tensor, OptimiserState, Tensor, Tensor | None], tuple[Tensor, OptimiserState]]
+"""(φ, gradient, state, θ, loss) → (update, state). The update is ADDED to θ."""
+Report: TypeAlias = Callable[[str, int, int, Mapping[str, float]], None]
+"""Progress of long work: (stage, done, total, current figures)."""
+
+
+def silent(stage: str, done: int, total: int, figures: Mapping[str, float]) -> None:
+    """The `Report` that says nothing."""
+
+
+def seed_of(*key: str | int) -> int:
+    """A seed in [0, 2⁶³) that is a pure function of `key`, the same on every machine and in every process."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def generator(*key: str | int) -> torch.Generator:
+    """A CPU generator seeded by `key`; equal keys give equal streams."""
+    return torch.Generator().manual_seed(seed_of(*key))
+
+
+def detach(tree: Any) -> Any:
+    """The same pytree with every tensor cut from its graph."""
+    return pytree.tree_map_only(Tensor, Tensor.detach, tree)
+
+
+def stack(trees: list[Any]) -> Any:
+    """Pytrees of one structure to one pytree whose tensors have a new first axis, a row for each."""
+    return pytree.tree_map(lambda *leaves: torch.stack(leaves), *trees)

@@ -1,0 +1,22 @@
+"""Optimisees: models with a loss and data. `make(name, **options)` builds one by name."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from l2lopt import tables
+from l2lopt.optimisee import Optimisee
+from optimisees.datasets import InMemory, digits
+from optimisees.mlp import mlp
+from optimisees.module import ModuleOptimisee
+from optimisees.quadratic import Quadratic
+
+OPTIMISEES: Mapping[str, Callable[..., Optimisee]] = {"quadratic": Quadratic, "mlp": mlp}
+
+
+def make(name: str, **options: Any) -> Optimisee:
+    """The optimisee called `name`; an unknown name or option is a `UserError` that lists the known ones."""
+    optimisee: Optimisee = tables.make(OPTIMISEES, "optimisee", name, **options)
+    return optimisee
+
+
+__all__ = ["OPTIMISEES", "InMemory", "ModuleOptimisee", "Optimisee", "Quadratic", "digits", "make", "mlp"]

@@ -1,0 +1,26 @@
+"""Data sets in memory."""
+
+from typing import NamedTuple
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor
+
+from l2lopt.types import generator
+
+
+class InMemory(NamedTuple):
+    """Samples in memory, the first axis running over samples."""
+
+    train_inputs: Tensor
+    train_targets: Tensor
+    test_inputs: Tensor
+    test_targets: Tensor
+
+
+def digits(dtype: torch.dtype = torch.float32) -> InMemory:
+    """The 1,797 handwritten 8×8 digits that scikit-learn carries, flat, in [0, 1]: 1,300 to train, 497 to test."""
+    images, labels = load_digits(return_X_y=True)
+    order = torch.randperm(len(images), generator=generator("digits", "split"))
+    inputs, targets = torch.as_tensor(images, dtype=dtype)[order] / 16, torch.as_tensor(labels)[order].long()
+    return InMemory(inputs[:1300], targets[:1300], inputs[1300:], targets[1300:])

@@ -1,0 +1,188 @@
+"""Any `nn.Module` with a loss and data in memory, as an optimisee."""
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from l2lopt.errors import UserError
+from l2lopt.optimisee import Optimisee, Split
+from l2lopt.types import Aux, Batch, Params, generator, seed_of
+from optimisees.datasets import InMemory
+
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+_STOCHASTIC = (nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
+
+
+class ModuleOptimisee(Optimisee):
+    """A model made by `factory`, trained to make `criterion(model(inputs), targets)` small.
+
+    Buffers that the model moves in training (batch norm's running statistics) become Aux; a sample's gradient never
+    changes the module itself. Dropout layers are given their masks by the batch, so that the loss stays pure; layers
+    that draw random numbers otherwise are refused, and so is `torch.nn.functional.dropout`, by `vmap`.
+
+    Args:
+        factory: makes a freshly initialised model, drawing from PyTorch's global generator.
+        criterion: (outputs, targets) → mean loss.
+        data: training and test samples.
+        batch_size: samples a step, drawn without replacement within an epoch; an incomplete last batch is dropped.
+        heldout: the share of training samples that each seed holds out of the split `inner`.
+        device: where data and parameters live.
+        evaluation_size: samples evaluated at once.
+    """
+
+    def __init__(
+        self,
+        factory: Callable[[], nn.Module],
+        criterion: Callable[[Tensor, Tensor], Tensor],
+        data: InMemory,
+        batch_size: int = 128,
+        heldout: float = 0.25,
+        device: str | torch.device = "cpu",
+        evaluation_size: int = 2000,
+    ) -> None:
+        if not 0 <= heldout < 1:
+            raise UserError("heldout", expected="a share in [0, 1)", found=str(heldout), remedy="change the value")
+        self.factory, self.criterion, self.device = factory, criterion, torch.device(device)
+        self.data = InMemory(*(part.to(self.device) for part in data))
+        self.batch_size, self.heldout, self.evaluation_size = batch_size, heldout, evaluation_size
+        samples = len(data.train_inputs)
+        if not 1 <= batch_size <= samples:
+            expected = f"from 1 to the {samples} training samples"
+            raise UserError("batch_size", expected=expected, found=str(batch_size), remedy="change the value")
+        module = _with_given_masks(self._fresh(0))
+        self._training = copy.deepcopy(module).train()
+        self._testing = copy.deepcopy(module).eval()
+        self._masks = self._mask_shapes()
+        self._whole = {split: self._cut(split) for split in ("train", "test")}
+
+    def init(self, seed: int) -> tuple[Params, Aux]:
+        """The factory's parameters and buffers under `seed`."""
+        module = self._fresh(seed)
+        params = {name: value.detach() for name, value in module.named_parameters()}
+        return params, {name: value.detach() for name, value in module.named_buffers()}
+
+    def batch(self, split: Split, seed: int, step: int) -> Batch:
+        """{"inputs", "targets", "masks"}."""
+        chosen = self._members(split, seed)
+        size = min(self.batch_size, len(chosen))
+        epoch, place = divmod(step, len(chosen) // size)
+        order = _permutation(len(chosen), seed_of("order", split, seed, epoch))
+        index = chosen[order[place * size : (place + 1) * size]].to(self.device)
+        inputs, targets = self._samples(split)
+        masks = {
+            name: torch.bernoulli(torch.full((size, *shape), 1 - p), generator=generator(name, split, seed, step))
+            for name, (p, shape) in self._masks.items()
+        }
+        masks = {name: mask.to(inputs) / (1 - self._masks[name][0]) for name, mask in masks.items()}
+        return {"inputs": inputs[index], "targets": targets[index], "masks": masks}
+
+    def loss(self, params: Params, aux: Aux, batch: Batch) -> tuple[Tensor, Aux]:
+        """The criterion in training mode."""
+        moved = {name: value.clone() for name, value in aux.items()}  # the module updates its buffers in place
+        outputs = functional_call(self._training, (params, moved, batch["masks"]), (batch["inputs"],))
+        return self.criterion(outputs, batch["targets"]), moved
+
+    def evaluate(self, params: Params, aux: Aux, batch: Batch) -> Tensor:
+        """The criterion in test mode."""
+        outputs = functional_call(self._testing, (params, aux), (batch["inputs"],))
+        return self.criterion(outputs, batch["targets"])
+
+    def whole(self, split: Split, seed: int) -> Iterator[tuple[Batch, int]]:
+        """All samples of the split, `evaluation_size` at a time."""
+        yield from self._whole[split] if split in self._whole else self._cut(split, self._members(split, seed))
+
+    def _fresh(self, seed: int) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed_of("init", seed))
+            return self.factory().to(self.device)
+
+    def _samples(self, split: Split) -> tuple[Tensor, Tensor]:
+        return self.data[2:] if split == "test" else self.data[:2]
+
+    def _members(self, split: Split, seed: int) -> Tensor:
+        """The indices of the split's samples."""
+        count = len(self._samples(split)[0])
+        if split in ("train", "test"):
+            return torch.arange(count)
+        order = _permutation(count, seed_of("heldout", seed))
+        kept = count - int(self.heldout * count)
+        members = order[:kept] if split == "inner" else order[kept:]
+        if not len(members):
+            remedy = "raise heldout, or leave held-out samples out of the meta-loss"
+            raise UserError("heldout", expected="samples held out", found="none", remedy=remedy)
+        return members
+
+    def _cut(self, split: Split, members: Tensor | None = None) -> list[tuple[Batch, int]]:
+        inputs, targets = self._samples(split)
+        if members is not None:
+            inputs, targets = inputs[members.to(self.device)], targets[members.to(self.device)]
+        pieces = zip(inputs.split(self.evaluation_size), targets.split(self.evaluation_size), strict=True)
+        return [({"inputs": x, "targets": y}, len(x)) for x, y in pieces]
+
+    def _mask_shapes(self) -> dict[str, tuple[float, tuple[int, ...]]]:
+        """Each dropout layer's rate and mask shape per sample, seen in one forward pass on two samples."""
+        seen: dict[str, tuple[float, tuple[int, ...]]] = {}
+        trial = copy.deepcopy(self._training)
+        for name, layer in trial.named_modules():
+            if isinstance(layer, GivenMask):
+                layer.register_forward_pre_hook(
+                    lambda layer, args, name=name: seen.update(
+                        {f"{name}.mask": (layer.p, layer.shape_for(args[0])[1:])}
+                    )
+                )
+        if any(isinstance(layer, GivenMask) for layer in trial.modules()):
+            with torch.no_grad():
+                trial(self.data.train_inputs[:2])
+        return seen
+
+
+class GivenMask(nn.Module):
+    """Dropout whose mask comes from outside, as the buffer `mask`: 0 where dropped, 1 / (1 − p) where kept.
+
+    Args:
+        p: the share dropped.
+        spatial: the mask has size 1 in the last `spatial` axes: whole channels are dropped.
+    """
+
+    mask: Tensor
+
+    def __init__(self, p: float, spatial: int = 0) -> None:
+        super().__init__()
+        self.p, self.spatial = p, spatial
+        self.register_buffer("mask", torch.ones(()), persistent=False)
+
+    def shape_for(self, x: Tensor) -> tuple[int, ...]:
+        """The mask's shape for an input like x."""
+        return (*x.shape[: x.dim() - self.spatial], *[1] * self.spatial)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """X times the mask in training, x in testing."""
+        return x * self.mask if self.training else x
+
+
+def _with_given_masks(module: nn.Module) -> nn.Module:
+    """The module with every dropout layer replaced by a `GivenMask`."""
+    for name, layer in list(module.named_modules()):
+        if isinstance(layer, _STOCHASTIC):
+            found, remedy = (
+                type(layer).__name__,
+                "use dropout, or write an Optimisee that puts the noise into its batch",
+            )
+            raise UserError(f"layer {name!r}", expected="a loss that is pure", found=found, remedy=remedy)
+        if isinstance(layer, _DROPOUTS):
+            spatial = _DROPOUTS.index(type(layer))
+            given = GivenMask(layer.p, spatial)
+            if not name:
+                return given
+            parent, _, child = name.rpartition(".")
+            setattr(module.get_submodule(parent), child, given)
+    return module
+
+
+@lru_cache(maxsize=256)
+def _permutation(count: int, seed: int) -> Tensor:
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
