@@ -1,0 +1,339 @@
+"""Optimisers run free, side by side, on the same fresh problems: learned ones and hand-made ones whose rates are tuned."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from pydantic import Field, PositiveFloat, PositiveInt
+from scipy import stats
+from torch import Tensor
+
+from l2lopt import optimisers, tables
+from l2lopt.errors import UserError
+from l2lopt.optimisee import Optimisee, Split, batch_rows, evaluate_rows, flat_loss, init_rows
+from l2lopt.optimisers import Optimiser
+from l2lopt.settings import Settings
+from l2lopt.tables import Choice
+from l2lopt.types import Report, seed_of, silent
+
+SPLITS: tuple[Split, ...] = ("train", "test")
+
+
+class Baseline(Settings):
+    """A hand-made optimiser and the rates to choose from."""
+
+    optimiser: Choice
+    """Name, or name and options, without the rate."""
+    rates: list[PositiveFloat]
+    """The grid, rising; at least seven half-decades make the comparison fair."""
+    schedule: Literal["constant", "cosine"] = "constant"
+    """`cosine` gives `adamw` a warm-up over the first twentieth of the horizon and a cosine to its end."""
+    label: str | None = None
+    """Its name in the results; the optimiser's own name by default."""
+
+    @property
+    def name(self) -> str:
+        """Its name in the results."""
+        return self.label or (self.optimiser if isinstance(self.optimiser, str) else str(self.optimiser.get("name")))
+
+    def build(self, rates: float | Tensor, horizon: int) -> Optimiser:
+        """The optimiser at a rate, or with a rate for every row, for a run of `horizon` steps."""
+        extra = {"warm_up": horizon // 20, "total": horizon} if self.schedule == "cosine" else {}
+        built: Optimiser = tables.build(optimisers.OPTIMISERS, "optimiser", self.optimiser, lr=rates, **extra)
+        return built
+
+
+def half_decades(lowest: float, count: int) -> list[float]:
+    """`count` rates from `lowest` up, each √10 times the last."""
+    return [float(f"{lowest * 10 ** (k / 2):.3g}") for k in range(count)]
+
+
+def default_baselines() -> list[Baseline]:
+    """SGD, momentum, Adam, and AdamW with warm-up and cosine, nine rates each."""
+    return [
+        Baseline(optimiser="sgd", rates=half_decades(1e-2, 9)),
+        Baseline(optimiser="momentum", rates=half_decades(1e-3, 9)),
+        Baseline(optimiser="adam", rates=half_decades(1e-4, 9)),
+        Baseline(optimiser="adamw", rates=half_decades(1e-4, 9), schedule="cosine"),
+    ]
+
+
+class EvaluationSettings(Settings):
+    """How optimisers are compared."""
+
+    seeds: PositiveInt = 20
+    """Fresh problems, the same for every optimiser; at least 10 for an interval worth reading."""
+    steps: PositiveInt = 1000
+    """Inner steps of each run."""
+    horizons: list[PositiveInt] = [100, 200, 1000]
+    """Where the table reads the losses, and for which the baselines' rates are chosen."""
+    tuning_seeds: PositiveInt = 5
+    """Problems on which the rates are chosen; never the reported ones."""
+    baselines: list[Baseline] = Field(default_factory=default_baselines)
+    """What the learned optimisers are compared with."""
+
+    def checked_horizons(self) -> list[int]:
+        """The horizons, rising, the last one the end of the run."""
+        if max(self.horizons, default=0) > self.steps:
+            found, remedy = f"{max(self.horizons)}", "lower the horizon or raise evaluation.steps"
+            raise UserError("evaluation.horizons", expected=f"at most {self.steps}", found=found, remedy=remedy)
+        return sorted({*self.horizons, self.steps})
+
+
+class Row(NamedTuple):
+    """A line of `evaluation.csv`."""
+
+    optimiser: str
+    kind: str
+    seed: int
+    step: int
+    split: str
+    loss: float
+
+
+class Comparison(NamedTuple):
+    """A line of the table: one optimiser at one horizon on one split.
+
+    Intervals are 95 % of Student's t over seeds. `difference` is paired, seed by seed: this optimiser's loss less that of
+    `versus`, the baseline of the lowest mean at this horizon on this split; NaN for the baselines themselves.
+    """
+
+    optimiser: str
+    kind: str
+    horizon: int
+    split: str
+    mean: float
+    low: float
+    high: float
+    versus: str
+    difference: float
+    difference_low: float
+    difference_high: float
+    diverged: int
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation found.
+
+    Attributes:
+        rows: every loss that was measured.
+        table: means and paired differences at the horizons.
+        rates: baseline → horizon → the rate chosen for it.
+        seconds: optimiser → seconds per inner step and row.
+        warnings: rates that sit at an edge of their grid.
+    """
+
+    rows: list[Row]
+    table: list[Comparison]
+    rates: dict[str, dict[int, float]] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+
+class Curves(NamedTuple):
+    """Losses on whole splits along a run: `losses[split]` is [recorded steps, S]; `seconds` per step and row."""
+
+    steps: list[int]
+    losses: dict[Split, Tensor]
+    seconds: float
+
+
+def run_free(
+    optimiser: Optimiser,
+    optimisee: Optimisee,
+    seeds: Sequence[int],
+    record: Sequence[int],
+    splits: Sequence[Split] = SPLITS,
+    report: Report = silent,
+    stage: str = "run",
+) -> Curves:
+    """Runs an optimiser on fresh problems, a row for each seed, all rows in one vectorised pass.
+
+    Args:
+        optimiser: learned or hand-made.
+        optimisee: the problem.
+        seeds: of initial values and batch order; the same seeds meet the same problem whatever the optimiser.
+        record: the steps at which the test-mode loss on the whole splits is taken, rising; the last ends the run.
+        splits: which.
+        report: progress.
+        stage: its name.
+    """
+    layout, params, aux = init_rows(optimisee, seeds)
+    loss = flat_loss(optimisee, layout)
+    state = optimiser.init(layout, (len(seeds),), like=params)
+    losses: dict[Split, list[Tensor]] = {split: [] for split in splits}
+    marks, seconds = set(record), 0.0
+    for step in range(max(record) + 1):
+        if step in marks:
+            for split in splits:
+                losses[split].append(evaluate_rows(optimisee, layout, split, seeds, params, aux))
+            report(stage, step, max(record), {split: float(losses[split][-1].mean()) for split in splits})
+        if step < max(record):
+            batch = batch_rows(optimisee, "train", seeds, step)
+            start = time.perf_counter()
+            theta = params.requires_grad_()
+            values, aux = loss(theta, aux, batch)
+            (grads,) = torch.autograd.grad(values.sum(), theta)
+            with torch.no_grad():
+                change, state = optimiser.update(grads, state, params.detach(), values.detach())
+                params = params.detach() + change
+            aux = {name: value.detach() for name, value in aux.items()}
+            seconds += time.perf_counter() - start
+    taken = {split: torch.stack(values) for split, values in losses.items()}
+    return Curves(sorted(marks), taken, seconds / max(1, max(record) * len(seeds)))
+
+
+def record_steps(steps: int, horizons: Sequence[int], per_decade: int = 12) -> list[int]:
+    """Step 0, about `per_decade` steps a decade up to `steps`, and the horizons."""
+    spaced = np.geomspace(1, steps, max(2, int(np.log10(max(steps, 2)) * per_decade)))
+    return sorted({0, steps, *horizons, *(round(float(step)) for step in spaced)})
+
+
+def evaluate(
+    learned: Mapping[str, Optimiser],
+    optimisee: Optimisee,
+    settings: EvaluationSettings,
+    *,
+    seed: int = 0,
+    report: Report = silent,
+) -> Evaluation:
+    """Learned optimisers against tuned baselines on the same fresh problems.
+
+    For every horizon each baseline gets the rate of its grid with the lowest mean loss on the whole training set at that
+    horizon, chosen on `tuning_seeds` problems that are not reported. A baseline's curve is made of the runs so chosen: at
+    step t stands the run tuned for the nearest horizon not before t. A non-finite loss counts as a divergence, is never
+    dropped, and makes the mean infinite.
+
+    Args:
+        learned: label → optimiser.
+        optimisee: the problem.
+        settings: seeds, steps, horizons, baselines.
+        seed: of all seeds.
+        report: progress.
+    """
+    horizons = settings.checked_horizons()
+    names = [*learned, *(baseline.name for baseline in settings.baselines)]
+    if len(set(names)) < len(names):
+        raise UserError("evaluation", expected="a name for each optimiser", found=", ".join(names), remedy="add labels")
+    record = record_steps(settings.steps, horizons)
+    seeds = [seed_of("evaluation", seed, index) for index in range(settings.seeds)]
+    result = Evaluation([], [])
+    curves: dict[str, dict[Split, dict[int, Tensor]]] = {}
+    for name, optimiser in learned.items():
+        run = run_free(optimiser, optimisee, seeds, record, report=report, stage=name)
+        curves[name], result.seconds[name] = _by_step(run), run.seconds
+    for baseline in settings.baselines:
+        chosen = _tune(baseline, optimisee, horizons, settings, seed, report)
+        result.rates[baseline.name] = chosen
+        result.warnings.extend(_edges(baseline, chosen))
+        curves[baseline.name], result.seconds[baseline.name] = _baseline_curve(
+            baseline, chosen, optimisee, seeds, record, report
+        )
+    kinds = {name: "learned" if name in learned else "baseline" for name in names}
+    for name in names:
+        for split, by_step in curves[name].items():
+            for step, losses in by_step.items():
+                for index, loss in enumerate(losses.tolist()):
+                    result.rows.append(Row(name, kinds[name], index, step, split, loss))
+    result.table.extend(_table(curves, kinds, horizons))
+    return result
+
+
+def _tune(
+    baseline: Baseline,
+    optimisee: Optimisee,
+    horizons: list[int],
+    settings: EvaluationSettings,
+    seed: int,
+    report: Report,
+) -> dict[int, float]:
+    """Horizon → the best rate of the grid; all rates run as rows of one pass."""
+    seeds = [seed_of("tuning", seed, index) for index in range(settings.tuning_seeds)]
+    rates = torch.tensor(baseline.rates, dtype=torch.float64)
+    rows = rates.repeat_interleave(len(seeds))
+    chosen: dict[int, float] = {}
+    for group in _runs(baseline, horizons):
+        optimiser = baseline.build(rows, group[-1])
+        stage = f"tune {baseline.name}"
+        run = run_free(optimiser, optimisee, seeds * len(rates), group, ("train",), report, stage)
+        for horizon, losses in _by_step(run)["train"].items():
+            means = losses.view(len(rates), len(seeds)).double().mean(1).nan_to_num(nan=torch.inf)
+            chosen[horizon] = baseline.rates[int(means.argmin())]
+    return chosen
+
+
+def _baseline_curve(
+    baseline: Baseline,
+    chosen: Mapping[int, float],
+    optimisee: Optimisee,
+    seeds: list[int],
+    record: list[int],
+    report: Report,
+) -> tuple[dict[Split, dict[int, Tensor]], float]:
+    """The losses of the runs tuned for each horizon, each where its horizon is the next."""
+    curve: dict[Split, dict[int, Tensor]] = {split: {} for split in SPLITS}
+    runs: dict[tuple[float, int], Curves] = {}
+    seconds, first = 0.0, 0
+    for horizon, rate in sorted(chosen.items()):
+        length = horizon if baseline.schedule == "cosine" else max(h for h, r in chosen.items() if r == rate)
+        if (rate, length) not in runs:
+            marks = [step for step in record if step <= length]
+            runs[rate, length] = run_free(
+                baseline.build(rate, length), optimisee, seeds, marks, report=report, stage=baseline.name
+            )
+        run = runs[rate, length]
+        seconds = run.seconds
+        for split, by_step in _by_step(run).items():
+            curve[split] |= {step: losses for step, losses in by_step.items() if first <= step <= horizon}
+        first = horizon + 1
+    return curve, seconds
+
+
+def _runs(baseline: Baseline, horizons: list[int]) -> list[list[int]]:
+    """The horizons that one run can serve: all of them, unless the schedule depends on the horizon."""
+    return [[horizon] for horizon in horizons] if baseline.schedule == "cosine" else [horizons]
+
+
+def _edges(baseline: Baseline, chosen: Mapping[int, float]) -> list[str]:
+    edges = {min(baseline.rates): "lower", max(baseline.rates): "upper"}
+    return [
+        f"{baseline.name}: the best rate at step {horizon}, {rate:g}, is the {edges[rate]} edge of its grid; widen it"
+        for horizon, rate in chosen.items()
+        if rate in edges
+    ]
+
+
+def _by_step(run: Curves) -> dict[Split, dict[int, Tensor]]:
+    return {split: dict(zip(run.steps, losses, strict=True)) for split, losses in run.losses.items()}
+
+
+def _table(
+    curves: Mapping[str, dict[Split, dict[int, Tensor]]], kinds: Mapping[str, str], horizons: list[int]
+) -> list[Comparison]:
+    lines = []
+    for horizon in horizons:
+        for split in SPLITS:
+            losses = {name: curve[split][horizon].double().nan_to_num(nan=torch.inf) for name, curve in curves.items()}
+            baselines = [name for name, kind in kinds.items() if kind == "baseline"]
+            best = min(baselines, key=lambda name: float(losses[name].mean()), default="")
+            for name, values in losses.items():
+                mean, low, high = interval(values)
+                versus = best if kinds[name] == "learned" else ""
+                paired = interval(values - losses[best]) if versus else (torch.nan,) * 3
+                start = curves[name][split][0]
+                diverged = int((~values.isfinite() | (values > start)).sum())
+                lines.append(Comparison(name, kinds[name], horizon, split, mean, low, high, versus, *paired, diverged))
+    return lines
+
+
+def interval(values: Tensor) -> tuple[float, float, float]:
+    """Mean and 95 % interval of Student's t; NaN bounds for fewer than two values."""
+    mean, count = float(values.mean()), len(values)
+    if count < 2:
+        return mean, torch.nan, torch.nan
+    half = float(stats.t.ppf(0.975, count - 1)) * float(values.std()) / count**0.5
+    return mean, mean - half, mean + half

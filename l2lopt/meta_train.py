@@ -1,0 +1,256 @@
+"""Meta-training: unroll after unroll, the meta-gradient followed by Adam."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Any, NamedTuple
+
+import torch
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from torch import Tensor
+
+from l2lopt.optimisee import Optimisee, Split, flat_loss
+from l2lopt.optimisers import Optimiser
+from l2lopt.optimisers.schedule import warm_up_cosine
+from l2lopt.records import NoRecords, Recorder
+from l2lopt.settings import Settings
+from l2lopt.tables import Choice
+from l2lopt.types import Batch, Carry, Layout, Params, Report, Step, Target, generator, seed_of, silent
+from l2lopt.unrolls import MetaGradient, Unroll, UnrollState
+
+
+class Targets(Settings):
+    """What the meta-loss measures after each update, as weights; those of weight 0 are not computed."""
+
+    next: NonNegativeFloat = 1.0
+    """The loss on the next training batch."""
+    same: NonNegativeFloat = 0.0
+    """The loss on the batch the update was made from."""
+    heldout: NonNegativeFloat = 0.0
+    """The loss on samples that the run's inner steps never see; each run holds out its own."""
+
+    @model_validator(mode="after")
+    def _some(self) -> "Targets":
+        if not self.next + self.same + self.heldout:
+            raise ValueError("at least one weight above 0")
+        return self
+
+
+class UnrollSettings(Settings):
+    """How long the unrolls are and how they are differentiated."""
+
+    length: PositiveInt | Annotated[list[PositiveInt], Field(min_length=2, max_length=2)] = 100
+    """T, the inner steps of a run; two numbers draw it log-uniformly between them, anew for every run."""
+    truncation: PositiveInt | None = None
+    """K: a meta-update after every K steps, the run's state carried on; none: after the whole run."""
+    targets: Targets = Targets()
+    """What the meta-loss measures."""
+    estimator: Choice = "taped"
+    """How the meta-gradient is got: the name of an unroll, or its name and options."""
+
+    @model_validator(mode="after")
+    def _rising(self) -> "UnrollSettings":
+        if isinstance(self.length, list) and self.length[0] > self.length[1]:
+            raise ValueError("length with the smaller number first")
+        return self
+
+    def draw_length(self, source: torch.Generator) -> int:
+        """T for a run."""
+        if isinstance(self.length, int):
+            return self.length
+        low, high = (math.log(bound) for bound in self.length)
+        share = torch.rand((), generator=source, dtype=torch.float64).item()
+        return round(math.exp(low + share * (high - low)))
+
+
+class MetaTrainSettings(Settings):
+    """How the meta-gradient is followed."""
+
+    updates: PositiveInt = 320
+    """Meta-updates in all."""
+    rate: PositiveFloat = 5e-3
+    """Adam's highest rate."""
+    warm_up: NonNegativeInt = 10
+    """Meta-updates of linear warm-up; a cosine to 0 follows."""
+    clip: PositiveFloat = 1.0
+    """The meta-gradient's largest norm."""
+    batch: PositiveInt = 1
+    """Runs unrolled for every meta-update, their gradients averaged."""
+    validate_every: PositiveInt = 40
+    """Meta-updates between two validations; the optimiser of the best score is kept."""
+
+
+@dataclass
+class MetaTrained:
+    """What meta-training found.
+
+    Attributes:
+        phi: the meta-parameters of the best score.
+        score: that score, lower is better.
+        update: the meta-update after which it was reached.
+        inner_steps: steps of all unrolls.
+        skipped: unrolls that were not finite and were left out.
+        scores: every validation, update → score.
+    """
+
+    phi: Params
+    score: float = math.inf
+    update: int = 0
+    inner_steps: int = 0
+    skipped: int = 0
+    scores: dict[int, float] = field(default_factory=dict)
+
+
+class _Run(NamedTuple):
+    """An inner run under way."""
+
+    seed: int
+    length: int
+    layout: Layout
+    done: int
+    carry: Carry
+    estimate: UnrollState
+
+
+def meta_train(
+    optimiser: Optimiser,
+    optimisee: Optimisee,
+    unroll: Unroll,
+    settings: MetaTrainSettings,
+    unrolls: UnrollSettings,
+    *,
+    score: Callable[[Optimiser], float],
+    seed: int = 0,
+    records: Recorder | None = None,
+    report: Report = silent,
+) -> MetaTrained:
+    """Meta-trains `optimiser` in place; it ends with the meta-parameters of the best score.
+
+    Every meta-update takes the next `truncation` steps of `batch` runs, averages the meta-gradients of those that are
+    finite, clips and hands them to Adam. An unroll that is not finite is counted, left out, and its run begun anew.
+
+    Args:
+        optimiser: the learned rule.
+        optimisee: the problem; run after run starts from fresh parameters.
+        unroll: the way to the meta-gradient.
+        settings: of the meta-updates.
+        unrolls: of the inner runs.
+        score: lower is better; taken before the first meta-update, every `validate_every`, and after the last.
+        seed: of the runs.
+        records: where the figures go.
+        report: progress.
+    """
+    records = records or NoRecords()
+    meta_optimiser = torch.optim.Adam(optimiser.parameters(), lr=settings.rate)
+    result = MetaTrained(_copy(optimiser.phi()))
+    runs: list[_Run | None] = [None] * settings.batch
+    begun = 0
+
+    def validate(update: int) -> None:
+        value = score(optimiser)
+        result.scores[update] = value
+        records.write("validation", update, {"score": value})
+        if value < result.score:
+            result.score, result.update, result.phi = value, update, _copy(optimiser.phi())
+
+    validate(0)
+    for update in range(1, settings.updates + 1):
+        pieces: list[MetaGradient] = []
+        for index, run in enumerate(runs):
+            if run is None:
+                run = _begin(optimiser, optimisee, unroll, unrolls, seed, begun)
+                begun += 1
+            count = min(unrolls.truncation or run.length, run.length - run.done)
+            piece = unroll(
+                optimiser.update_with,
+                flat_loss(optimisee, run.layout),
+                optimiser.phi(),
+                run.carry,
+                inner_steps(optimisee, unrolls.targets, run.seed, run.done, count),
+                run.estimate,
+            )
+            result.inner_steps += count
+            done = run.done + count
+            runs[index] = None
+            if not piece.finite:
+                result.skipped += 1
+                continue
+            pieces.append(piece)
+            if done < run.length:
+                runs[index] = run._replace(done=done, carry=piece.carry, estimate=piece.state)
+        figures = _follow(meta_optimiser, optimiser, settings, update, pieces)
+        figures |= {"skipped": float(result.skipped), "score": result.score}
+        records.write("meta-train", update, figures)
+        report("meta-train", update, settings.updates, figures)
+        if update % settings.validate_every == 0 or update == settings.updates:
+            validate(update)
+    with torch.no_grad():
+        for name, value in optimiser.phi().items():
+            value.copy_(result.phi[name])
+    return result
+
+
+def inner_steps(optimisee: Optimisee, targets: Targets, seed: int, first: int, count: int) -> Iterator[Step]:
+    """Steps `first` … `first + count − 1` of the run `seed`, with what the meta-loss measures after each.
+
+    The inner batches come from `inner` where held-out samples are measured, else from `train`.
+    """
+    split: Split = "inner" if targets.heldout else "train"
+    batch = optimisee.batch(split, seed, first)
+    for step in range(first, first + count):
+        measured: list[tuple[Batch, float]] = []
+        following = optimisee.batch(split, seed, step + 1)
+        if targets.next:
+            measured.append((following, targets.next))
+        if targets.same:
+            measured.append((batch, targets.same))
+        if targets.heldout:
+            measured.append((optimisee.batch("heldout", seed, step), targets.heldout))
+        yield Step(batch, tuple(Target(*pair) for pair in measured))
+        batch = following
+
+
+def _begin(
+    optimiser: Optimiser, optimisee: Optimisee, unroll: Unroll, settings: UnrollSettings, seed: int, index: int
+) -> _Run:
+    """The inner run number `index`."""
+    run_seed = seed_of("meta-train", seed, index)
+    params, aux = optimisee.init(run_seed)
+    layout = Layout.of(params)
+    flat = layout.ravel(params)
+    carry = Carry(flat, aux, optimiser.init(layout, like=flat))
+    return _Run(run_seed, settings.draw_length(generator("length", run_seed)), layout, 0, carry, unroll.init(carry))
+
+
+def _follow(
+    meta_optimiser: torch.optim.Optimizer,
+    optimiser: Optimiser,
+    settings: MetaTrainSettings,
+    update: int,
+    pieces: list[MetaGradient],
+) -> dict[str, float]:
+    """One meta-update from the finite pieces, and its figures; without any piece φ stays."""
+    if not pieces:
+        return {"meta_loss": math.nan, "loss": math.nan, "gradient_norm": math.nan, "rate": 0.0}
+    for name, parameter in optimiser.phi().items():
+        parameter.grad = torch.stack([piece.gradient[name] for piece in pieces]).mean(0)
+    norm = torch.nn.utils.clip_grad_norm_(optimiser.parameters(), settings.clip)
+    multiplier = warm_up_cosine(torch.tensor(update - 1), settings.warm_up, settings.updates)
+    for group in meta_optimiser.param_groups:
+        group["lr"] = settings.rate * float(multiplier)
+    meta_optimiser.step()
+    meta_optimiser.zero_grad()
+    return {
+        "meta_loss": _mean([piece.value / len(piece.losses) for piece in pieces]),
+        "loss": _mean([piece.losses[-1] for piece in pieces]),
+        "gradient_norm": float(norm),
+        "rate": settings.rate * float(multiplier),
+    }
+
+
+def _mean(values: list[Tensor]) -> float:
+    return float(torch.stack(values).mean())
+
+
+def _copy(phi: Any) -> Params:
+    return {name: value.detach().clone() for name, value in phi.items()}

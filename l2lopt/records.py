@@ -1,0 +1,101 @@
+"""What a run leaves behind: `metrics.jsonl`, TensorBoard events, and files written by rename."""
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from l2lopt.errors import UserError
+
+
+class Recorder(Protocol):
+    """Takes the figures of long work as they come."""
+
+    def write(self, stage: str, step: int, figures: Mapping[str, float]) -> None:
+        """Figures of `stage` at `step`."""
+
+
+class Records:
+    """A `Recorder` into a run's folder: a line of `metrics.jsonl` and TensorBoard scalars for every call.
+
+    Args:
+        folder: the run's.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # half a second that only a run needs
+
+        self._lines = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self._board = SummaryWriter(str(folder), max_queue=1000)
+
+    def write(self, stage: str, step: int, figures: Mapping[str, float]) -> None:
+        """Appends {"stage", "step", figures…}; a figure that is not finite is null."""
+        line = {"stage": stage, "step": step} | {
+            name: value if math.isfinite(value) else None for name, value in figures.items()
+        }
+        self._lines.write(json.dumps(line) + "\n")
+        self._lines.flush()
+        for name, value in figures.items():
+            self._board.add_scalar(f"{stage}/{name}", value, step)
+
+    def close(self) -> None:
+        """Flushes both files."""
+        self._lines.close()
+        self._board.close()
+
+
+class NoRecords:
+    """The `Recorder` that keeps nothing."""
+
+    def write(self, stage: str, step: int, figures: Mapping[str, float]) -> None:
+        """Nothing."""
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """A temporary path beside `path` that takes its place when the block ends well, and vanishes when it does not."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=path.suffix, dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a text file by rename."""
+    with written_whole(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a JSON file by rename; a number that is not finite is null."""
+    write_text(path, json.dumps(_finite(value), indent=2) + "\n")
+
+
+def existing(path: Path, what: str, remedy: str) -> Path:
+    """`path` if it is a file.
+
+    Raises:
+        UserError: otherwise.
+    """
+    if not path.is_file():
+        found = "a folder" if path.is_dir() else "nothing"
+        raise UserError(str(path), expected=what, found=found, remedy=remedy)
+    return path
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
