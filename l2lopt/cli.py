@@ -1,1 +1,172 @@
-def main() -> None: ...
+"""The command line: `l2lopt demo | meta-train | evaluate | plot`. The only place that prints."""
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from l2lopt.errors import UserError
+from l2lopt.types import Report
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__.splitlines()[0]
+)
+console = Console(stderr=False)
+errors = Console(stderr=True, soft_wrap=True)
+
+Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change the config; repeatable.")]
+Seed = Annotated[int | None, typer.Option("--seed", help="The config's seed.")]
+Device = Annotated[str | None, typer.Option("--device", help='Where tensors live: "cpu", "cuda", …')]
+Run = Annotated[Path | None, typer.Option("--run", metavar="DIR", help="The run's folder.")]
+Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders that meta-train has left.")]
+
+
+@app.command()
+def demo(run: Run = None, changes: Set = None, seed: Seed = None, device: Device = None) -> None:
+    """Meta-train an optimiser on 8×8 digits, compare it with tuned baselines, draw the curves (about two minutes)."""
+    from l2lopt import experiments
+
+    folder = run or Path("runs/demo")
+    with _progress() as report:
+        result, figures = experiments.demo(folder, changes=_changes(changes, seed, device), report=report)
+    _show(result)
+    _left([folder / "optimiser.safetensors", folder / "evaluation.csv", *figures])
+
+
+@app.command("meta-train")
+def meta_train(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file, such as configs/demo.toml.")],
+    run: Run = None,
+    changes: Set = None,
+    seed: Seed = None,
+    device: Device = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier run in the folder.")] = False,
+) -> None:
+    """Meta-train the optimiser that CONFIG describes; the run's folder is runs/<name of the config> by default."""
+    from l2lopt import experiments
+
+    folder = run or Path("runs") / config.stem
+    with _progress() as report:
+        experiments.meta_train(
+            config, folder, changes=_changes(changes, seed, device), overwrite=overwrite, report=report
+        )
+    _left([folder / "optimiser.safetensors"])
+
+
+@app.command()
+def evaluate(runs: Runs, changes: Set = None, seed: Seed = None, device: Device = None) -> None:
+    """Compare the learned optimisers of one or more runs with tuned baselines on the same fresh problems."""
+    from l2lopt import experiments
+
+    with _progress() as report:
+        result = experiments.evaluate(*runs, changes=_changes(changes, seed, device), report=report)
+    _show(result)
+    _left([run / "evaluation.csv" for run in runs])
+
+
+@app.command()
+def plot(runs: Runs) -> None:
+    """Draw the loss curves of evaluated runs."""
+    from l2lopt import experiments
+
+    _left(experiments.plot(*runs))
+
+
+def main() -> None:
+    """Runs the command line; a user's mistake ends in one line on standard error and exit code 2."""
+    try:
+        app(standalone_mode=False)
+    except UserError as error:
+        _fail(str(error))
+    except typer.Exit as done:
+        sys.exit(done.exit_code)
+    except typer.Abort:
+        _fail("stopped", code=130)
+    except Exception as error:
+        message = getattr(error, "format_message", None)  # click's own usage errors
+        if message is None:
+            raise
+        _fail(" ".join(message().split()))
+    except KeyboardInterrupt:
+        _fail("stopped", code=130)
+
+
+def _fail(message: str, code: int = 2) -> None:
+    errors.print(f"l2lopt: {message}", markup=False, highlight=False)
+    sys.exit(code)
+
+
+def _changes(changes: list[str] | None, seed: int | None, device: str | None) -> list[str]:
+    return [
+        *(changes or []),
+        *([f"seed={seed}"] if seed is not None else []),
+        *([f'device="{device}"'] if device is not None else []),
+    ]
+
+
+@contextmanager
+def _progress() -> Iterator[Report]:
+    """A bar per stage with current figures and time left; off a terminal, a line per stage now and then."""
+    columns = (
+        TextColumn("{task.description:<22}"),
+        BarColumn(bar_width=24),
+        TextColumn("{task.completed}/{task.total}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[figures]}"),
+    )
+    bars: dict[str, TaskID] = {}
+    tenths: dict[str, int] = {}
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+
+        def report(stage: str, done: int, total: int, figures: Mapping[str, float]) -> None:
+            shown = "  ".join(f"{name} {value:.4g}" for name, value in list(figures.items())[:3])
+            if stage not in bars or done < (progress.tasks[bars[stage]].completed if console.is_terminal else 0):
+                bars[stage] = progress.add_task(stage, total=total, figures=shown)
+            progress.update(bars[stage], completed=done, total=total, figures=shown)
+            if not console.is_terminal and (tenth := 10 * done // max(total, 1)) != tenths.get(stage):
+                tenths[stage] = tenth
+                console.print(f"{stage}: {done}/{total}  {shown}", highlight=False, soft_wrap=True)
+
+        yield report
+
+
+def _show(result: "object") -> None:
+    """The comparison as a table, and what to know about it."""
+    from l2lopt.evaluation import Evaluation
+
+    assert isinstance(result, Evaluation)
+    horizons = sorted({row.horizon for row in result.table})
+    for split in ("train", "test"):
+        table = Table(title=f"{split} loss, mean nats per sample", title_justify="left")
+        table.add_column("optimiser")
+        for horizon in horizons:
+            table.add_column(f"step {horizon}", justify="right")
+        for name in dict.fromkeys(row.optimiser for row in result.table):
+            rows = [row for row in result.table if (row.optimiser, row.split) == (name, split)]
+            table.add_row(name, *(f"{row.mean:.5f}" for row in rows))
+            if rows[0].versus:
+                paired = (
+                    f"{row.difference:+.5f} [{row.difference_low:+.5f}, {row.difference_high:+.5f}] {row.versus}"
+                    for row in rows
+                )
+                table.add_row("  less the best baseline", *paired)
+        console.print(table)
+    diverged = {row.optimiser: row.diverged for row in result.table if row.diverged}
+    if diverged:
+        console.print("diverged runs: " + ", ".join(f"{name} {count}" for name, count in diverged.items()))
+    for warning in result.warnings:
+        console.print(f"warning: {warning}", highlight=False)
+
+
+def _left(paths: list[Path]) -> None:
+    for path in paths:
+        console.print(os.fspath(path), highlight=False, soft_wrap=True)

@@ -48,24 +48,37 @@ def build(table: Table, kind: str, choice: Choice, **extra: Any) -> Any:
 
 def explain(where: str, error: ValidationError, known: Mapping[str, Any]) -> UserError:
     """The first finding of a pydantic `error` as a `UserError` about `where`; `known` are the keys at its top."""
-    first = error.errors(include_url=False)[0]
-    path = ".".join(str(part) for part in first["loc"])
-    place = f"{where}: {path}" if path else where
+    findings = error.errors(include_url=False)
+    first, path = findings[0], _keys(findings[0]["loc"])
+    place = f"{where}: {'.'.join(path)}" if path else where
     if first["type"] == "extra_forbidden":
-        key = str(first["loc"][-1])
-        names = _fields_at(known, first["loc"][:-1])
-        return UserError(place, expected="a known key", found=repr(key), remedy=did_you_mean(key, names))
+        remedy = did_you_mean(path[-1], _fields_at(known, path[:-1]))
+        return UserError(place, expected="a known key", found=repr(path[-1]), remedy=remedy)
     if first["type"] == "missing":
         return UserError(place, expected="a value", found="none", remedy="add the key")
-    message = first["msg"][:1].lower() + first["msg"][1:]
-    expected = message.removeprefix("input should be ").removeprefix("value error, ")
-    return UserError(place, expected=expected, found=repr(first["input"]), remedy="change the value")
+    # A value that may be of several types has a finding for each of them.
+    expected = dict.fromkeys(_expectation(other["msg"]) for other in findings if _keys(other["loc"]) == path)
+    return UserError(place, expected=" or ".join(expected), found=repr(first["input"]), remedy="change the value")
 
 
-def _fields_at(fields: Mapping[str, Any], path: tuple[int | str, ...]) -> list[str]:
+def _keys(location: tuple[int | str, ...]) -> list[str]:
+    """The keys and indices of a finding's place, without pydantic's marks for the members of a union."""
+    return [str(part) for part in location if str(part).isidentifier() or isinstance(part, int)]
+
+
+def _expectation(message: str) -> str:
+    message = message[:1].lower() + message[1:]
+    for clutter in ("input should be ", "value error, ", "an instance of "):
+        message = message.removeprefix(clutter)
+    return {"Sequence": "a list", "a valid dictionary": "a table"}.get(message, message)
+
+
+def _fields_at(fields: Mapping[str, Any], path: list[str]) -> list[str]:
     """The keys that a model allows at `path` below its top."""
-    for part in path:
-        annotation = getattr(fields.get(str(part)), "annotation", None)
+    for key in path:
+        if key.isdigit():  # an item of a list has the list's model
+            continue
+        annotation = getattr(fields.get(key), "annotation", None)
         models = [a for a in (annotation, *typing.get_args(annotation)) if isinstance(a, type)]
         fields = next((m.model_fields for m in models if issubclass(m, BaseModel)), {})
     return list(fields)

@@ -1,4 +1,4 @@
-"""Learned optimisers as files: safetensors, with what builds the optimiser again in the header. Nothing is unpickled."""
+"""Learned optimisers as safetensors files; the header says how to build the optimiser. Nothing is unpickled."""
 
 import json
 from collections.abc import Mapping

@@ -6,7 +6,15 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
 
 import torch
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 from torch import Tensor
 
 from l2lopt.optimisee import Optimisee, Split, flat_loss
@@ -48,11 +56,12 @@ class UnrollSettings(Settings):
     estimator: Choice = "taped"
     """How the meta-gradient is got: the name of an unroll, or its name and options."""
 
-    @model_validator(mode="after")
-    def _rising(self) -> "UnrollSettings":
-        if isinstance(self.length, list) and self.length[0] > self.length[1]:
-            raise ValueError("length with the smaller number first")
-        return self
+    @field_validator("length")
+    @classmethod
+    def _rising(cls, length: int | list[int]) -> int | list[int]:
+        if isinstance(length, list) and length[0] > length[1]:
+            raise ValueError("the smaller number first")
+        return length
 
     def draw_length(self, source: torch.Generator) -> int:
         """T for a run."""

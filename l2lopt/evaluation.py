@@ -1,4 +1,4 @@
-"""Optimisers run free, side by side, on the same fresh problems: learned ones and hand-made ones whose rates are tuned."""
+"""Optimisers run free on the same fresh problems: learned ones beside hand-made ones whose rates are tuned."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -68,7 +68,7 @@ class EvaluationSettings(Settings):
     """Fresh problems, the same for every optimiser; at least 10 for an interval worth reading."""
     steps: PositiveInt = 1000
     """Inner steps of each run."""
-    horizons: list[PositiveInt] = [100, 200, 1000]
+    horizons: list[PositiveInt] = Field(default=[100, 200, 1000], min_length=1)
     """Where the table reads the losses, and for which the baselines' rates are chosen."""
     tuning_seeds: PositiveInt = 5
     """Problems on which the rates are chosen; never the reported ones."""
@@ -94,11 +94,18 @@ class Row(NamedTuple):
     loss: float
 
 
+class Tuned(NamedTuple):
+    """A baseline's run: its rate, and the length its schedule is made for."""
+
+    rate: float
+    length: int
+
+
 class Comparison(NamedTuple):
     """A line of the table: one optimiser at one horizon on one split.
 
-    Intervals are 95 % of Student's t over seeds. `difference` is paired, seed by seed: this optimiser's loss less that of
-    `versus`, the baseline of the lowest mean at this horizon on this split; NaN for the baselines themselves.
+    Intervals are 95 % of Student's t over seeds. `difference` is paired, seed by seed: this optimiser's loss less
+    that of `versus`, the baseline of the lowest mean at this horizon on this split; NaN for the baselines themselves.
     """
 
     optimiser: str
@@ -122,14 +129,14 @@ class Evaluation:
     Attributes:
         rows: every loss that was measured.
         table: means and paired differences at the horizons.
-        rates: baseline → horizon → the rate chosen for it.
+        chosen: baseline → horizon → the run chosen for it.
         seconds: optimiser → seconds per inner step and row.
         warnings: rates that sit at an edge of their grid.
     """
 
     rows: list[Row]
     table: list[Comparison]
-    rates: dict[str, dict[int, float]] = field(default_factory=dict)
+    chosen: dict[str, dict[int, Tuned]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
@@ -203,10 +210,10 @@ def evaluate(
 ) -> Evaluation:
     """Learned optimisers against tuned baselines on the same fresh problems.
 
-    For every horizon each baseline gets the rate of its grid with the lowest mean loss on the whole training set at that
-    horizon, chosen on `tuning_seeds` problems that are not reported. A baseline's curve is made of the runs so chosen: at
-    step t stands the run tuned for the nearest horizon not before t. A non-finite loss counts as a divergence, is never
-    dropped, and makes the mean infinite.
+    For every horizon each baseline gets the rate of its grid with the lowest mean loss on the whole training set at
+    that horizon, chosen on `tuning_seeds` problems that are not reported. A baseline's curve is made of the runs so
+    chosen: at step t stands the run tuned for the nearest horizon not before t. A non-finite loss counts as a
+    divergence, is never dropped, and makes the mean infinite.
 
     Args:
         learned: label → optimiser.
@@ -228,7 +235,7 @@ def evaluate(
         curves[name], result.seconds[name] = _by_step(run), run.seconds
     for baseline in settings.baselines:
         chosen = _tune(baseline, optimisee, horizons, settings, seed, report)
-        result.rates[baseline.name] = chosen
+        result.chosen[baseline.name] = chosen
         result.warnings.extend(_edges(baseline, chosen))
         curves[baseline.name], result.seconds[baseline.name] = _baseline_curve(
             baseline, chosen, optimisee, seeds, record, report
@@ -250,60 +257,59 @@ def _tune(
     settings: EvaluationSettings,
     seed: int,
     report: Report,
-) -> dict[int, float]:
-    """Horizon → the best rate of the grid; all rates run as rows of one pass."""
+) -> dict[int, Tuned]:
+    """Horizon → the best run of the grid, schedules of later horizons tried too; all rates are rows of one pass."""
     seeds = [seed_of("tuning", seed, index) for index in range(settings.tuning_seeds)]
     rates = torch.tensor(baseline.rates, dtype=torch.float64)
     rows = rates.repeat_interleave(len(seeds))
-    chosen: dict[int, float] = {}
-    for group in _runs(baseline, horizons):
-        optimiser = baseline.build(rows, group[-1])
-        stage = f"tune {baseline.name}"
-        run = run_free(optimiser, optimisee, seeds * len(rates), group, ("train",), report, stage)
+    tried: dict[int, dict[Tuned, float]] = {horizon: {} for horizon in horizons}
+    for length in horizons if baseline.schedule == "cosine" else horizons[-1:]:
+        marks = [horizon for horizon in horizons if horizon <= length]
+        run = run_free(
+            baseline.build(rows, length),
+            optimisee,
+            seeds * len(rates),
+            marks,
+            ("train",),
+            report,
+            f"tune {baseline.name}",
+        )
         for horizon, losses in _by_step(run)["train"].items():
             means = losses.view(len(rates), len(seeds)).double().mean(1).nan_to_num(nan=torch.inf)
-            chosen[horizon] = baseline.rates[int(means.argmin())]
-    return chosen
+            tried[horizon] |= {Tuned(r, length): m for r, m in zip(baseline.rates, means.tolist(), strict=True)}
+    return {horizon: min(means, key=means.__getitem__) for horizon, means in tried.items()}
 
 
 def _baseline_curve(
     baseline: Baseline,
-    chosen: Mapping[int, float],
+    chosen: Mapping[int, Tuned],
     optimisee: Optimisee,
     seeds: list[int],
     record: list[int],
     report: Report,
 ) -> tuple[dict[Split, dict[int, Tensor]], float]:
-    """The losses of the runs tuned for each horizon, each where its horizon is the next."""
+    """The losses of the runs chosen for each horizon, each where its horizon is the next."""
     curve: dict[Split, dict[int, Tensor]] = {split: {} for split in SPLITS}
-    runs: dict[tuple[float, int], Curves] = {}
     seconds, first = 0.0, 0
-    for horizon, rate in sorted(chosen.items()):
-        length = horizon if baseline.schedule == "cosine" else max(h for h, r in chosen.items() if r == rate)
-        if (rate, length) not in runs:
-            marks = [step for step in record if step <= length]
-            runs[rate, length] = run_free(
-                baseline.build(rate, length), optimisee, seeds, marks, report=report, stage=baseline.name
-            )
-        run = runs[rate, length]
-        seconds = run.seconds
-        for split, by_step in _by_step(run).items():
-            curve[split] |= {step: losses for step, losses in by_step.items() if first <= step <= horizon}
-        first = horizon + 1
+    for run in dict.fromkeys(chosen.values()):
+        served = [horizon for horizon, choosing in chosen.items() if choosing == run]
+        marks = [step for step in record if step <= max(served)]
+        optimiser = baseline.build(run.rate, run.length)
+        taken = run_free(optimiser, optimisee, seeds, marks, report=report, stage=baseline.name)
+        seconds = max(seconds, taken.seconds)
+        for horizon in served:
+            first = max((earlier + 1 for earlier in chosen if earlier < horizon), default=0)
+            for split, by_step in _by_step(taken).items():
+                curve[split] |= {step: losses for step, losses in by_step.items() if first <= step <= horizon}
     return curve, seconds
 
 
-def _runs(baseline: Baseline, horizons: list[int]) -> list[list[int]]:
-    """The horizons that one run can serve: all of them, unless the schedule depends on the horizon."""
-    return [[horizon] for horizon in horizons] if baseline.schedule == "cosine" else [horizons]
-
-
-def _edges(baseline: Baseline, chosen: Mapping[int, float]) -> list[str]:
+def _edges(baseline: Baseline, chosen: Mapping[int, Tuned]) -> list[str]:
     edges = {min(baseline.rates): "lower", max(baseline.rates): "upper"}
     return [
-        f"{baseline.name}: the best rate at step {horizon}, {rate:g}, is the {edges[rate]} edge of its grid; widen it"
-        for horizon, rate in chosen.items()
-        if rate in edges
+        f"{baseline.name}: the best rate at step {horizon}, {run.rate:g}, is the {edges[run.rate]} end of its grid"
+        for horizon, run in chosen.items()
+        if run.rate in edges
     ]
 
 

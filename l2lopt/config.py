@@ -1,0 +1,173 @@
+"""Typed configs from TOML, and the objects they describe."""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tomli_w
+import torch
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
+
+import optimisees
+from l2lopt import optimisers, tables, unrolls
+from l2lopt.errors import UserError
+from l2lopt.evaluation import EvaluationSettings, run_free
+from l2lopt.meta_training import MetaTrainSettings, UnrollSettings
+from l2lopt.optimisee import Optimisee, Split
+from l2lopt.optimisers import Optimiser
+from l2lopt.records import existing
+from l2lopt.settings import Settings
+from l2lopt.tables import Choice
+from l2lopt.types import seed_of
+from l2lopt.unrolls import Unroll
+
+
+class ValidationSettings(Settings):
+    """How the best optimiser is picked during meta-training: lower mean log loss at the horizons."""
+
+    seeds: PositiveInt = 5
+    """Fresh problems, the same at every validation, never those of the evaluation."""
+    horizons: list[PositiveInt] = Field(default=[100, 200, 1000], min_length=1)
+    """The steps at which the losses are taken; the last ends the run."""
+    split: Split = "train"
+    """Whose whole loss counts."""
+
+
+class Config(Settings):
+    """An experiment: an optimiser meta-trained on an optimisee, then compared with baselines."""
+
+    label: str | None = None
+    """The learned optimiser's name in results; by default "learned" and the cell's name."""
+    seed: NonNegativeInt = 0
+    """Of everything: equal configs and seeds give equal runs on the same machine."""
+    device: str = "cpu"
+    """Where tensors live: "cpu", "cuda", "cuda:1", …"""
+    optimisee: Choice
+    """What is optimised: a name, or a table of the name and its options."""
+    optimiser: Choice = "coordinatewise"
+    """The learned optimiser: a name, or a table of the name and its options."""
+    unroll: UnrollSettings = UnrollSettings()
+    """How long the unrolls are and how they are differentiated."""
+    meta: MetaTrainSettings = MetaTrainSettings()
+    """How the meta-gradient is followed."""
+    validation: ValidationSettings = ValidationSettings()
+    """How the best optimiser is picked."""
+    evaluation: EvaluationSettings = EvaluationSettings()
+    """How it is compared with baselines."""
+
+    @property
+    def name(self) -> str:
+        """The learned optimiser's name in results."""
+        cell = "lstm" if isinstance(self.optimiser, str) else self.optimiser.get("cell", "lstm")
+        return self.label or f"learned-{cell if isinstance(cell, str) else cell.get('name')}"
+
+
+class Experiment(NamedTuple):
+    """The objects a config describes."""
+
+    config: Config
+    optimisee: Optimisee
+    optimiser: Optimiser
+    unroll: Unroll
+
+    def score(self, optimiser: Optimiser) -> float:
+        """The validation score: the mean over horizons of the log of the mean loss over seeds; lower is better."""
+        settings = self.config.validation
+        seeds = [seed_of("validation", self.config.seed, index) for index in range(settings.seeds)]
+        run = run_free(optimiser, self.optimisee, seeds, sorted(settings.horizons), (settings.split,))
+        means = run.losses[settings.split].double().mean(1).clamp(min=1e-12)
+        return float(means.log().nan_to_num(nan=torch.inf).mean())
+
+
+def load(source: str | Path | Mapping[str, Any] | Config, changes: Sequence[str] = ()) -> Config:
+    """A config from a TOML file, a mapping or a config, with changes such as "unroll.length=200" made to it.
+
+    Raises:
+        UserError: for a missing file, one that is not TOML, an unknown key or a value of the wrong type.
+    """
+    where, data = _read(source)
+    for change in changes:
+        _change(data, change)
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        raise tables.explain(where, error, Config.model_fields) from None
+
+
+def dump(config: Config) -> str:
+    """The config as TOML, every field written out."""
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+
+
+def build(config: Config) -> Experiment:
+    """The objects a config describes.
+
+    Raises:
+        UserError: for an unknown name or option, or a device that is not there.
+    """
+    device = _device(config.device)
+    optimisee = tables.build(optimisees.OPTIMISEES, "optimisee", config.optimisee, device=str(device))
+    if not isinstance(config.optimiser, str) and "seed" in config.optimiser:
+        remedy = "set the config's seed at its top"
+        raise UserError("optimiser", expected="no seed of its own", found="seed", remedy=remedy)
+    choice = {"name": config.optimiser} if isinstance(config.optimiser, str) else dict(config.optimiser)
+    optimiser = optimisers.make(**choice, seed=seed_of("optimiser", config.seed) % 2**31)
+    if not optimiser.phi():
+        learned = "an optimiser with meta-parameters"
+        raise UserError("optimiser", expected=learned, found=str(choice["name"]), remedy="choose coordinatewise")
+    unroll = tables.build(unrolls.UNROLLS, "unroll", config.unroll.estimator)
+    config.evaluation.checked_horizons()
+    for baseline in config.evaluation.baselines:
+        baseline.build(baseline.rates[0], config.evaluation.steps)
+    return Experiment(config, optimisee, optimiser.to(device), unroll)
+
+
+def demo() -> Path:
+    """The demo's config: inside the installed package, or beside it in a checkout."""
+    inside = Path(__file__).with_name("demo.toml")
+    return inside if inside.exists() else Path(__file__).parent.parent / "configs" / "demo.toml"
+
+
+def _read(source: str | Path | Mapping[str, Any] | Config) -> tuple[str, dict[str, Any]]:
+    if isinstance(source, Config):
+        return "config", source.model_dump()
+    if isinstance(source, Mapping):
+        return "config", {key: value for key, value in source.items()}
+    path = existing(Path(source), "a config file", "give the path of a TOML file, such as configs/demo.toml")
+    try:
+        return str(path), tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(str(path), expected="a TOML file", found=str(error), remedy="mend that place") from None
+
+
+def _change(data: dict[str, Any], change: str) -> None:
+    """Carries out "a.b=value" on nested tables; a choice that is only a name becomes a table first."""
+    path, equals, text = change.partition("=")
+    *above, last = path.strip().split(".")
+    if not equals or not all((*above, last)):
+        remedy = "write for instance --set unroll.length=200"
+        raise UserError("--set", expected="KEY=VALUE", found=repr(change), remedy=remedy)
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    for key in above:
+        inner = data.get(key, {})
+        inner = {"name": inner} if isinstance(inner, str) else inner
+        if not isinstance(inner, dict):
+            raise UserError("--set", expected=f"a table at {key!r}", found=repr(inner), remedy="change the key")
+        data[key] = data = dict(inner)
+    data[last] = value
+
+
+@cache
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        found = f"{name!r} ({str(error).splitlines()[0]})"
+        raise UserError("device", expected="a device of this machine", found=found, remedy='use "cpu"') from None
+    return device

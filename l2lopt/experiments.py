@@ -1,0 +1,167 @@
+"""Whole experiments in a run's folder: what the command line does, for scripts."""
+
+import csv
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from l2lopt import config as configs
+from l2lopt import evaluation, meta_training, plotting, weights
+from l2lopt.config import Config
+from l2lopt.errors import UserError
+from l2lopt.evaluation import Evaluation
+from l2lopt.records import Records, existing, write_json, write_text, written_whole
+from l2lopt.types import Report, silent
+
+_MADE = ("config.toml", "metrics.jsonl", "optimiser.safetensors", "evaluation.csv", "evaluation.json")
+
+
+def meta_train(
+    config: str | Path | Mapping[str, Any] | Config,
+    run: str | Path,
+    *,
+    changes: Sequence[str] = (),
+    overwrite: bool = False,
+    report: Report = silent,
+) -> Path:
+    """Meta-trains the optimiser that a config describes.
+
+    Leaves `config.toml`, `metrics.jsonl`, TensorBoard events and `optimiser.safetensors` in the run's folder.
+
+    Args:
+        config: a TOML file, a mapping, or a `Config`.
+        run: the folder; it must be new or empty unless `overwrite`.
+        changes: to the config, such as "unroll.length=200".
+        overwrite: clear an earlier run's files away first.
+        report: progress.
+
+    Raises:
+        UserError: for a mistake in the config, or a folder that holds a run already.
+    """
+    experiment = configs.build(configs.load(config, changes))
+    settings = experiment.config
+    folder = _claim(Path(run), overwrite)
+    write_text(folder / "config.toml", configs.dump(settings))
+    with closing(Records(folder)) as records:
+        result = meta_training.meta_train(
+            experiment.optimiser,
+            experiment.optimisee,
+            experiment.unroll,
+            settings.meta,
+            settings.unroll,
+            score=experiment.score,
+            seed=settings.seed,
+            records=records,
+            report=report,
+        )
+    facts = {
+        "label": settings.name,
+        "optimisee": settings.optimisee,
+        "best_update": result.update,
+        "score": result.score,
+        "meta_updates": settings.meta.updates,
+        "inner_steps": result.inner_steps,
+        "skipped_unrolls": result.skipped,
+    }
+    weights.save(experiment.optimiser, folder / "optimiser.safetensors", facts)
+    return folder
+
+
+def evaluate(*runs: str | Path, changes: Sequence[str] = (), report: Report = silent) -> Evaluation:
+    """Compares the learned optimisers of one or more runs with tuned baselines, all on the same fresh problems.
+
+    Leaves `evaluation.csv` and `evaluation.json` (table, chosen baselines, warnings) in every run's folder.
+
+    Args:
+        runs: folders that `meta_train` left; several must agree on optimisee, seed and evaluation.
+        changes: to their configs, such as "evaluation.seeds=50".
+        report: progress.
+
+    Raises:
+        UserError: for a folder without a run, damaged weights, or runs that cannot be compared.
+    """
+    folders = [Path(run) for run in runs]
+    if not folders:
+        raise UserError("evaluate", expected="at least one run", found="none", remedy="name a run's folder")
+    settings = [_config_of(folder, changes) for folder in folders]
+    for folder, other in zip(folders[1:], settings[1:], strict=True):
+        for key in ("optimisee", "seed", "evaluation"):
+            if getattr(other, key) != getattr(settings[0], key):
+                expected, found = f"the {key} of {folders[0]}", "another"
+                raise UserError(str(folder), expected=expected, found=found, remedy="evaluate it by itself")
+    optimisee = configs.build(settings[0]).optimisee
+    learned = {}
+    for folder, own in zip(folders, settings, strict=True):
+        name = own.name if own.name not in learned else f"{own.name} ({folder.name})"
+        learned[name] = weights.load(folder / "optimiser.safetensors").to(own.device)
+    result = evaluation.evaluate(learned, optimisee, settings[0].evaluation, seed=settings[0].seed, report=report)
+    for folder in folders:
+        _write_evaluation(folder, result)
+    return result
+
+
+def plot(*runs: str | Path) -> list[Path]:
+    """Draws `figures/loss-curves.png` and `.svg` in every run's folder from its `evaluation.csv`.
+
+    Raises:
+        UserError: for a run without an evaluation, or a damaged one.
+    """
+    folders = [Path(run) for run in runs]
+    paths = []
+    for folder in folders:
+        bands = plotting.read(folder / "evaluation.csv")
+        breaks = json.loads((folder / "evaluation.json").read_text())["horizons"]
+        paths += plotting.loss_curves(bands, folder / "figures", title=folder.name, breaks=breaks)
+    return paths
+
+
+def demo(
+    run: str | Path = "runs/demo", *, changes: Sequence[str] = (), report: Report = silent
+) -> tuple[Evaluation, list[Path]]:
+    """Meta-trains the demo's optimiser, evaluates it, draws the curves; an earlier demo in the folder is replaced."""
+    folder = meta_train(configs.demo(), run, changes=changes, overwrite=True, report=report)
+    return evaluate(folder, report=report), plot(folder)
+
+
+def _claim(folder: Path, overwrite: bool) -> Path:
+    """The folder, made if need be, without an earlier run's files."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(str(folder), expected="a folder", found="a file", remedy="choose another --run")
+    if folder.exists() and any(folder.iterdir()):
+        if not overwrite:
+            remedy = "choose another --run, or pass --overwrite to replace it"
+            raise UserError(str(folder), expected="a new or empty folder", found="an earlier run", remedy=remedy)
+        for path in [*(folder / name for name in _MADE), *folder.glob("events.out.tfevents.*")]:
+            path.unlink(missing_ok=True)
+        shutil.rmtree(folder / "figures", ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _config_of(folder: Path, changes: Sequence[str]) -> Config:
+    path = existing(folder / "config.toml", "a run's config", "give a folder that l2lopt meta-train has left")
+    return configs.load(path, changes)
+
+
+def _write_evaluation(folder: Path, result: Evaluation) -> None:
+    with (
+        written_whole(folder / "evaluation.csv") as temporary,
+        temporary.open("w", newline="", encoding="utf-8") as file,
+    ):
+        lines = csv.writer(file, lineterminator="\n")
+        lines.writerow(plotting.COLUMNS)
+        lines.writerows(result.rows)
+    summary = {
+        "table": [row._asdict() for row in result.table],
+        "horizons": sorted({row.horizon for row in result.table}),
+        "chosen": {
+            name: {str(horizon): run._asdict() for horizon, run in by_horizon.items()}
+            for name, by_horizon in result.chosen.items()
+        },
+        "seconds_per_step_and_seed": result.seconds,
+        "warnings": result.warnings,
+    }
+    write_json(folder / "evaluation.json", summary)

@@ -1,0 +1,148 @@
+"""Loss curves from the records of runs."""
+
+import csv
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib
+import numpy as np
+from scipy import stats
+
+from l2lopt.errors import UserError
+from l2lopt.records import existing, written_whole
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+COLUMNS = ("optimiser", "kind", "seed", "step", "split", "loss")
+"""Of `evaluation.csv`."""
+
+# Dark for learned optimisers, lighter for baselines, and a dash pattern and marker for each: it survives a photocopier.
+# Colours are Okabe and Ito's, safe for the colour-blind.
+_LEARNED = ("#000000", "#0072B2", "#D55E00", "#009E73")
+_BASELINES = ("#999999", "#E69F00", "#56B4E9", "#CC79A7", "#8C8C00", "#B0B0B0")
+_DASHES = ((0, ()), (0, (5, 1.5)), (0, (1, 1)), (0, (4, 1, 1, 1)), (0, (6, 1, 1, 1, 1, 1)), (0, (2, 2)))
+_MARKERS = "os^Dv<>P"
+
+
+class Band(NamedTuple):
+    """Steps, the mean over seeds there, and the bounds of its 95 % interval."""
+
+    steps: np.ndarray
+    mean: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+
+def read(path: Path) -> dict[tuple[str, str, str], Band]:
+    """(optimiser, kind, split) → band, from an `evaluation.csv`.
+
+    Raises:
+        UserError: for a missing file, other columns, or a line that cannot be read (with its number).
+    """
+    existing(path, "an evaluation", "run l2lopt evaluate first")
+    losses: dict[tuple[str, str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    with path.open(newline="", encoding="utf-8") as file:
+        lines = csv.DictReader(file)
+        if tuple(lines.fieldnames or ()) != COLUMNS:
+            found = ",".join(lines.fieldnames or ()) or "an empty file"
+            raise UserError(str(path), expected=f"columns {','.join(COLUMNS)}", found=found, remedy="evaluate again")
+        for number, line in enumerate(lines, start=2):
+            try:
+                key = line["optimiser"], line["kind"], line["split"]
+                losses[key][int(line["step"])].append(float(line["loss"]))
+            except (TypeError, ValueError):
+                found = ",".join(str(value) for value in line.values())
+                raise UserError(
+                    f"{path}, line {number}", expected="a loss", found=found, remedy="evaluate again"
+                ) from None
+    return {key: _band(by_step) for key, by_step in losses.items()}
+
+
+def loss_curves(
+    bands: Mapping[tuple[str, str, str], Band], folder: Path, title: str = "", breaks: Sequence[int] = ()
+) -> list[Path]:
+    """Draws training and test loss against the step, log axes, mean and 95 % band for each optimiser.
+
+    Args:
+        bands: from `read`.
+        folder: gets `loss-curves.png` and `loss-curves.svg`.
+        title: above the panels.
+        breaks: the steps after which a baseline's curve goes over to the run tuned for the next horizon; the line is
+            cut.
+    """
+    splits = [split for split in ("train", "test") if any(key[2] == split for key in bands)]
+    with plt.rc_context(
+        {"svg.hashsalt": "l2lopt", "font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
+    ):
+        figure, axes = plt.subplots(
+            1, len(splits), figsize=(5.2 * len(splits), 4.2), squeeze=False, layout="constrained"
+        )
+        for panel, split in zip(axes[0], splits, strict=True):
+            _panel(panel, {key[:2]: band for key, band in bands.items() if key[2] == split}, breaks)
+            panel.set_title({"train": "training set", "test": "test set"}[split])
+        axes[0][0].set_ylabel("mean loss, nats per sample")
+        handles, labels = axes[0][0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5), frameon=False)
+        if title:
+            figure.suptitle(title)
+        paths = [folder / f"loss-curves.{kind}" for kind in ("png", "svg")]
+        for path in paths:
+            with written_whole(path) as temporary:
+                metadata = {"Date": None} if path.suffix == ".svg" else None
+                figure.savefig(temporary, dpi=160, metadata=metadata)
+        plt.close(figure)
+    return paths
+
+
+def _panel(panel: Axes, bands: Mapping[tuple[str, str], Band], breaks: Sequence[int]) -> None:
+    ordered = sorted(bands.items(), key=lambda item: item[0][1] != "learned")
+    counts = {"learned": 0, "baseline": 0}
+    for index, ((name, kind), band) in enumerate(ordered):
+        palette = _LEARNED if kind == "learned" else _BASELINES
+        colour = palette[counts[kind] % len(palette)]
+        counts[kind] += 1
+        pieces = breaks if kind == "baseline" else ()
+        steps, mean, low, high = _cut(band, pieces)
+        panel.fill_between(steps, np.maximum(low, mean / 10), high, color=colour, alpha=0.18, linewidth=0)
+        marks = range(index % 4, len(steps), max(1, len(steps) // 8))
+        panel.plot(
+            steps,
+            mean,
+            color=colour,
+            linewidth=2.2 if kind == "learned" else 1.4,
+            linestyle=_DASHES[index % len(_DASHES)],
+            marker=_MARKERS[index % len(_MARKERS)],
+            markersize=4.5,
+            markevery=list(marks),
+            label=name,
+        )
+    for step in breaks:
+        panel.axvline(step, color="black", linewidth=0.5, alpha=0.35, linestyle=(0, (1, 3)))
+    panel.set(xscale="log", yscale="log", xlabel="step")
+    panel.grid(True, which="major", linewidth=0.4, alpha=0.5)
+
+
+def _cut(band: Band, breaks: Sequence[int]) -> Band:
+    """The band from step 1 on, with a gap after each of `breaks`."""
+    shown = band.steps > 0
+    after = [int(np.searchsorted(band.steps[shown], step, side="right")) for step in breaks]
+    return Band(*(np.insert(part[shown].astype(float), after, np.nan) for part in band))
+
+
+def _band(by_step: Mapping[int, Iterable[float]]) -> Band:
+    steps = np.array(sorted(by_step))
+    values = [np.asarray(list(by_step[step]), dtype=float) for step in steps]
+    mean = np.array([value.mean() for value in values])
+    half = np.array([_half_width(value) for value in values])
+    return Band(steps, mean, mean - half, mean + half)
+
+
+def _half_width(values: np.ndarray) -> float:
+    if len(values) < 2 or not np.isfinite(values).all():
+        return 0.0
+    return float(stats.t.ppf(0.975, len(values) - 1)) * float(values.std(ddof=1)) / math.sqrt(len(values))
