@@ -93,7 +93,7 @@ def load(source: str | Path | Mapping[str, Any] | Config, changes: Sequence[str]
     try:
         return Config.model_validate(data)
     except ValidationError as error:
-        raise tables.explain(where, error, Config.model_fields) from None
+        raise tables.explain(where, error, Config.model_fields, data) from None
 
 
 def dump(config: Config) -> str:
@@ -112,11 +112,8 @@ def build(config: Config) -> Experiment:
     if not isinstance(config.optimiser, str) and "seed" in config.optimiser:
         remedy = "set the config's seed at its top"
         raise UserError("optimiser", expected="no seed of its own", found="seed", remedy=remedy)
-    choice = {"name": config.optimiser} if isinstance(config.optimiser, str) else dict(config.optimiser)
-    optimiser = optimisers.make(**choice, seed=seed_of("optimiser", config.seed) % 2**31)
-    if not optimiser.phi():
-        learned = "an optimiser with meta-parameters"
-        raise UserError("optimiser", expected=learned, found=str(choice["name"]), remedy="choose coordinatewise")
+    seed = seed_of("optimiser", config.seed)
+    optimiser = optimisers.build(config.optimiser, optimisers.LEARNED, seed=seed)
     unroll = tables.build(unrolls.UNROLLS, "unroll", config.unroll.estimator)
     config.evaluation.checked_horizons()
     for baseline in config.evaluation.baselines:
@@ -153,8 +150,10 @@ def _change(data: dict[str, Any], change: str) -> None:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text.strip()
+    default = Config.model_fields[above[0]].default if above and above[0] in Config.model_fields else None
     for key in above:
-        inner = data.get(key, {})
+        inner = data.get(key, default if isinstance(default, str) else {})
+        default = None
         inner = {"name": inner} if isinstance(inner, str) else inner
         if not isinstance(inner, dict):
             raise UserError("--set", expected=f"a table at {key!r}", found=repr(inner), remedy="change the key")

@@ -11,7 +11,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from scipy import stats
 from torch import Tensor
 
-from l2lopt import optimisers, tables
+from l2lopt import optimisers
 from l2lopt.errors import UserError
 from l2lopt.optimisee import Optimisee, Split, batch_rows, evaluate_rows, flat_loss, init_rows
 from l2lopt.optimisers import Optimiser
@@ -42,8 +42,7 @@ class Baseline(Settings):
     def build(self, rates: float | Tensor, horizon: int) -> Optimiser:
         """The optimiser at a rate, or with a rate for every row, for a run of `horizon` steps."""
         extra = {"warm_up": horizon // 20, "total": horizon} if self.schedule == "cosine" else {}
-        built: Optimiser = tables.build(optimisers.OPTIMISERS, "optimiser", self.optimiser, lr=rates, **extra)
-        return built
+        return optimisers.build(self.optimiser, optimisers.HANDMADE, lr=rates, **extra)
 
 
 def half_decades(lowest: float, count: int) -> list[float]:

@@ -82,7 +82,7 @@ class MetaTrainSettings(Settings):
     warm_up: NonNegativeInt = 10
     """Meta-updates of linear warm-up; a cosine to 0 follows."""
     clip: PositiveFloat = 1.0
-    """The meta-gradient's largest norm."""
+    """The largest norm of the meta-gradient, which is a mean over the steps of an unroll."""
     batch: PositiveInt = 1
     """Runs unrolled for every meta-update, their gradients averaged."""
     validate_every: PositiveInt = 40
@@ -136,7 +136,8 @@ def meta_train(
     """Meta-trains `optimiser` in place; it ends with the meta-parameters of the best score.
 
     Every meta-update takes the next `truncation` steps of `batch` runs, averages the meta-gradients of those that are
-    finite, clips and hands them to Adam. An unroll that is not finite is counted, left out, and its run begun anew.
+    finite, each divided by its steps, clips and hands them to Adam. An unroll that is not finite is counted, left
+    out, and its run begun anew.
 
     Args:
         optimiser: the learned rule.
@@ -242,7 +243,7 @@ def _follow(
     if not pieces:
         return {"meta_loss": math.nan, "loss": math.nan, "gradient_norm": math.nan, "rate": 0.0}
     for name, parameter in optimiser.phi().items():
-        parameter.grad = torch.stack([piece.gradient[name] for piece in pieces]).mean(0)
+        parameter.grad = torch.stack([piece.gradient[name] / len(piece.losses) for piece in pieces]).mean(0)
     norm = torch.nn.utils.clip_grad_norm_(optimiser.parameters(), settings.clip)
     multiplier = warm_up_cosine(torch.tensor(update - 1), settings.warm_up, settings.updates)
     for group in meta_optimiser.param_groups:

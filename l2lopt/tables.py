@@ -46,24 +46,31 @@ def build(table: Table, kind: str, choice: Choice, **extra: Any) -> Any:
     return make(table, kind, name, **options, **extra)
 
 
-def explain(where: str, error: ValidationError, known: Mapping[str, Any]) -> UserError:
-    """The first finding of a pydantic `error` as a `UserError` about `where`; `known` are the keys at its top."""
+def explain(where: str, error: ValidationError, known: Mapping[str, Any], data: Any) -> UserError:
+    """The first finding of a pydantic `error` about `data` as a `UserError`; `known` are the keys at its top."""
     findings = error.errors(include_url=False)
-    first, path = findings[0], _keys(findings[0]["loc"])
+    first, path = findings[0], _keys(findings[0]["loc"], data)
     place = f"{where}: {'.'.join(path)}" if path else where
     if first["type"] == "extra_forbidden":
         remedy = did_you_mean(path[-1], _fields_at(known, path[:-1]))
         return UserError(place, expected="a known key", found=repr(path[-1]), remedy=remedy)
     if first["type"] == "missing":
+        place = f"{where}: {'.'.join([*path, str(first['loc'][-1])])}"
         return UserError(place, expected="a value", found="none", remedy="add the key")
     # A value that may be of several types has a finding for each of them.
-    expected = dict.fromkeys(_expectation(other["msg"]) for other in findings if _keys(other["loc"]) == path)
+    expected = dict.fromkeys(_expectation(other["msg"]) for other in findings if _keys(other["loc"], data) == path)
     return UserError(place, expected=" or ".join(expected), found=repr(first["input"]), remedy="change the value")
 
 
-def _keys(location: tuple[int | str, ...]) -> list[str]:
-    """The keys and indices of a finding's place, without pydantic's marks for the members of a union."""
-    return [str(part) for part in location if str(part).isidentifier() or isinstance(part, int)]
+def _keys(location: tuple[int | str, ...], data: Any) -> list[str]:
+    """The keys and indices of a finding's place in `data`, without pydantic's marks for the members of a union."""
+    path: list[str] = []
+    for part in location:
+        inside = part in data if isinstance(data, Mapping) else isinstance(data, list) and isinstance(part, int)
+        if inside:
+            path.append(str(part))
+            data = data[part]
+    return path
 
 
 def _expectation(message: str) -> str:
@@ -88,7 +95,7 @@ def _check(where: str, model: type[BaseModel], options: dict[str, Any]) -> dict[
     try:
         checked = model.model_validate(options)
     except ValidationError as error:
-        raise explain(where, error, model.model_fields) from None
+        raise explain(where, error, model.model_fields, options) from None
     return {name: getattr(checked, name) for name in options}
 
 

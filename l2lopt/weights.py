@@ -8,7 +8,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from l2lopt import optimisers, tables
+from l2lopt import optimisers
 from l2lopt.errors import UserError
 from l2lopt.optimisers import Optimiser
 from l2lopt.records import existing, written_whole
@@ -55,8 +55,7 @@ def load(path: str | Path) -> Optimiser:
     """
     path = Path(path)
     read, tensors = _read(path)
-    optimiser: Optimiser = tables.build(optimisers.OPTIMISERS, "optimiser", read["optimiser"])
-    optimiser.description = read["optimiser"]
+    optimiser = optimisers.build(read["optimiser"])
     wanted = {name: tuple(value.shape) for name, value in optimiser.phi().items()}
     found = {name: tuple(value.shape) for name, value in tensors.items()}
     if wanted != found:

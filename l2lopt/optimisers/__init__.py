@@ -9,25 +9,29 @@ from l2lopt.optimisers.handmade import SGD, AdamW, Momentum, adam
 from l2lopt.optimisers.inputs import INPUTS, Input
 from l2lopt.optimisers.optimiser import Optimiser
 from l2lopt.optimisers.rules import RULES, UpdateRule
+from l2lopt.tables import Choice
 
-OPTIMISERS: Mapping[str, Callable[..., Optimiser]] = {
-    "coordinatewise": coordinatewise,
-    "sgd": SGD,
-    "momentum": Momentum,
-    "adam": adam,
-    "adamw": AdamW,
-}
+LEARNED: Mapping[str, Callable[..., Optimiser]] = {"coordinatewise": coordinatewise}
+HANDMADE: Mapping[str, Callable[..., Optimiser]] = {"sgd": SGD, "momentum": Momentum, "adam": adam, "adamw": AdamW}
+OPTIMISERS: Mapping[str, Callable[..., Optimiser]] = {**LEARNED, **HANDMADE}
 
 
 def make(name: str, **options: Any) -> Optimiser:
     """The optimiser called `name`; an unknown name or option is a `UserError` that lists the known ones."""
-    optimiser: Optimiser = tables.make(OPTIMISERS, "optimiser", name, **options)
-    optimiser.description = {"name": name, **options}
+    return build({"name": name, **options})
+
+
+def build(choice: Choice, table: Mapping[str, Callable[..., Optimiser]] = OPTIMISERS, **extra: Any) -> Optimiser:
+    """The optimiser of a choice (a name, or a mapping of name and options) from a table, knowing its description."""
+    optimiser: Optimiser = tables.build(table, "optimiser", choice, **extra)
+    optimiser.description = ({"name": choice} if isinstance(choice, str) else dict(choice)) | extra
     return optimiser
 
 
 __all__ = [
+    "HANDMADE",
     "INPUTS",
+    "LEARNED",
     "OPTIMISERS",
     "RULES",
     "SGD",
@@ -38,6 +42,7 @@ __all__ = [
     "Optimiser",
     "UpdateRule",
     "adam",
+    "build",
     "coordinatewise",
     "make",
 ]

@@ -1,0 +1,148 @@
+"""The tables of implementations: label → factory, in float64. A new one gets one line and inherits every law.
+
+A label starts with the implementation's registered name, so that a test can ask for the ones that are missing.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from l2lopt import cells, optimisers, unrolls
+from l2lopt.optimisee import batch_rows, flat_loss, init_rows
+from l2lopt.optimisers import inputs, rules
+from l2lopt.types import Carry, Layout, Step, Target
+from optimisees import InMemory, ModuleOptimisee, Quadratic, mlp
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def seeded(module: nn.Module, seed: int = 0, scale: float = 0.5) -> nn.Module:
+    """The module in float64 with parameters from N(0, scale²)."""
+    module = module.double()
+    with torch.no_grad():
+        for index, parameter in enumerate(module.parameters()):
+            parameter.copy_(scale * normal(*parameter.shape, seed=100 * seed + index))
+    return module
+
+
+CELLS = {
+    "lstm": partial(cells.LSTM, 3, 4),
+}
+INPUTS = {
+    "log-and-sign": inputs.LogAndSign,
+    "rnnprop": inputs.RNNprop,
+    "log-step": inputs.LogStep,
+}
+RULES = {
+    "additive": rules.Additive,
+    "direction-and-magnitude": rules.DirectionAndMagnitude,
+    "direction-and-magnitude without nominal": partial(rules.DirectionAndMagnitude, nominal=False),
+}
+
+
+def learned(rule: Any, seed: int = 0) -> optimisers.Optimiser:
+    """A small learned optimiser, its step large enough to matter within a few steps."""
+    optimiser = optimisers.coordinatewise(hidden_size=3, rule=rule)
+    seeded(optimiser, seed)
+    if hasattr(optimiser.rule, "log_scale"):
+        nn.init.constant_(optimiser.rule.log_scale, 0.15)
+    return optimiser
+
+
+OPTIMISERS = {
+    "sgd": partial(optimisers.SGD, 0.05),
+    "momentum": partial(optimisers.Momentum, 0.05),
+    "adam": partial(optimisers.adam, 0.01),
+    "adamw": partial(optimisers.AdamW, 0.01, weight_decay=0.1, warm_up=2, total=6),
+    "coordinatewise additive": partial(learned, "additive"),
+    "coordinatewise direction-and-magnitude": partial(learned, "direction-and-magnitude"),
+}
+LEARNED = {label: make for label, make in OPTIMISERS.items() if list(make().parameters())}
+
+EXACT_UNROLLS = {
+    "taped, first order": (1, partial(unrolls.Taped, 1)),
+    "taped, second order": (2, partial(unrolls.Taped, 2)),
+}
+"""Label → (order, factory) of the unrolls that give the exact meta-gradient of that order."""
+UNROLLS = {label: make for label, (_, make) in EXACT_UNROLLS.items()}
+
+IMAGES = InMemory(normal(22, 2, 3, 3, seed=1), torch.arange(22) % 3, normal(9, 2, 3, 3, seed=2), torch.arange(9) % 3)
+
+
+def module_optimisee(*layers: Any, **options: Any) -> ModuleOptimisee:
+    """An optimisee of the layers that the factories make, on 22 small images in three classes."""
+    options = {"batch_size": 5, "heldout": 0.3, "evaluation_size": 8} | options
+
+    def factory() -> nn.Module:
+        return nn.Sequential(*(layer() for layer in layers)).double()
+
+    return ModuleOptimisee(factory, nn.functional.cross_entropy, IMAGES, **options)
+
+
+def linear(*args: Any, **options: Any) -> Any:
+    return partial(nn.Linear, *args, **options)
+
+
+SAMPLED = {
+    "mlp": partial(mlp, (4,), batch_size=300, dtype="float64"),
+    "module with batch norm": partial(
+        module_optimisee, nn.Flatten, linear(18, 4, bias=False), partial(nn.BatchNorm1d, 4), nn.Tanh, linear(4, 3)
+    ),
+    "module with dropout": partial(
+        module_optimisee, nn.Flatten, linear(18, 6), nn.Tanh, partial(nn.Dropout, 0.4), linear(6, 3)
+    ),
+    "module with dropout2d": partial(
+        module_optimisee, partial(nn.Conv2d, 2, 6, 2), partial(nn.Dropout2d, 0.3), nn.Tanh, nn.Flatten, linear(24, 3)
+    ),
+}
+"""The optimisees that draw batches from a set of samples."""
+OPTIMISEES = {"quadratic": partial(Quadratic, 4, "float64"), **SAMPLED}
+
+
+class Problem(NamedTuple):
+    """What an unroll is called with."""
+
+    update: Any
+    loss: Any
+    phi: Any
+    carry: Carry
+    steps: list[Step]
+
+
+MIXTURES = {
+    "next batch": lambda now, after, heldout: (Target(after, 1.0),),
+    "same batch": lambda now, after, heldout: (Target(now, 1.0),),
+    "heldout": lambda now, after, heldout: (Target(heldout, 1.0),),
+    "next batch and heldout": lambda now, after, heldout: (Target(after, 0.3), Target(heldout, 0.7)),
+}
+"""What a step measures after its update."""
+
+
+def problem(
+    optimiser: str = "coordinatewise additive",
+    optimisee: str = "module with dropout",
+    mixture: str = "next batch and heldout",
+    seeds: int | tuple[int, ...] = (0, 1),
+    length: int = 4,
+) -> Problem:
+    """A run for one seed, or rows for several."""
+    rule, task, single = OPTIMISERS[optimiser](), OPTIMISEES[optimisee](), isinstance(seeds, int)
+
+    def batch(split: Any, step: int) -> Any:
+        return task.batch(split, seeds, step) if single else batch_rows(task, split, seeds, step)
+
+    if single:
+        params, aux = task.init(seeds)
+        layout, rows = Layout.of(params), ()
+        theta = layout.ravel(params)
+    else:
+        layout, theta, aux = init_rows(task, seeds)
+        rows = (len(seeds),)
+    inner = [batch("inner", t) for t in range(length + 1)]
+    steps = [Step(inner[t], MIXTURES[mixture](inner[t], inner[t + 1], batch("heldout", t))) for t in range(length)]
+    carry = Carry(theta, aux, rule.init(layout, rows, like=theta))
+    return Problem(rule.update_with, flat_loss(task, layout), rule.phi(), carry, steps)

@@ -1,0 +1,118 @@
+"""The hand-made optimisers against their namesakes in `torch.optim`."""
+
+from functools import partial
+
+import laws
+import oracles
+import pytest
+import torch
+from implementations import normal
+
+from l2lopt.errors import UserError
+from l2lopt.optimisers import SGD, AdamW, Momentum, adam
+from l2lopt.optimisers.schedule import warm_up_cosine
+from l2lopt.types import Layout
+
+RATE = 0.02
+NAMESAKES = {
+    "sgd": (SGD, torch.optim.SGD, {}, None),
+    "momentum": (Momentum, torch.optim.SGD, {"momentum": 0.9}, None),
+    "adam": (adam, torch.optim.Adam, {"betas": (0.8, 0.99), "eps": 1e-6}, None),
+    "adamw": (AdamW, torch.optim.AdamW, {"weight_decay": 0.2}, None),
+    "adamw with warm-up": (AdamW, torch.optim.AdamW, {}, {"warm_up": 10, "total": None}),
+    "adamw with warm-up and cosine": (AdamW, torch.optim.AdamW, {}, {"warm_up": 10, "total": 180}),
+}
+SHAPES = {"matrix": (3, 2), "vector": (4,)}
+LAYOUT = Layout(tuple(SHAPES), tuple(SHAPES.values()))
+
+
+def start(dtype):
+    return LAYOUT.unravel(normal(10).to(dtype))
+
+
+def slope(theta, step):
+    """Of a bumpy function: Σ_k a_k θ_k² / 2 + cos(3 θ_k) + θ_k θ_{k+1} / 4, shaken a little at each step."""
+    curvature = torch.linspace(0.5, 2, theta.shape[-1], dtype=theta.dtype)
+    noise = 0.1 * normal(theta.shape[-1], seed=step).to(theta.dtype)
+    return curvature * theta - 3 * torch.sin(3 * theta) + (theta.roll(1, -1) + theta.roll(-1, -1)) / 4 + noise
+
+
+def ours(optimiser, steps, theta, slope=slope, batch=()):
+    state, trail = optimiser.init(LAYOUT, batch, like=theta), []
+    for step in range(steps):
+        change, state = optimiser.update(slope(theta, step), state, theta)
+        theta = theta + change
+        trail.append(theta)
+    return torch.stack(trail)
+
+
+def theirs(kind, options, schedule, steps, dtype, slope=slope):
+    params = {name: torch.nn.Parameter(value) for name, value in start(dtype).items()}
+    optimiser = kind(params.values(), lr=RATE, **options)
+    multiplier = partial(oracles.warm_up_cosine, **schedule) if schedule else lambda step: 1.0
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimiser, multiplier)
+    trail = []
+    for step in range(steps):
+        for name, g in LAYOUT.unravel(slope(LAYOUT.ravel(params).detach(), step)).items():
+            params[name].grad = g
+        optimiser.step()
+        scheduler.step()
+        trail.append(LAYOUT.ravel(params).detach())
+    return torch.stack(trail)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)], ids=str)
+@pytest.mark.parametrize("name", NAMESAKES)
+def test_equals_its_namesake(name, dtype, tolerance):
+    make, kind, options, schedule = NAMESAKES[name]
+    optimiser = make(RATE, **options, **(schedule or {}))
+    trail = ours(optimiser, 200, LAYOUT.ravel(start(dtype)))
+    laws.assert_close(trail, theirs(kind, options, schedule, 200, dtype), tolerance)
+    assert (trail[-1] - trail[0]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", NAMESAKES)
+def test_a_bad_gradient_spreads_as_in_its_namesake(name, bad):
+    def spoilt(theta, step):
+        return slope(theta, step).index_fill(-1, torch.tensor([4]), bad) if step == 2 else slope(theta, step)
+
+    make, kind, options, schedule = NAMESAKES[name]
+    trail = ours(make(RATE, **options, **(schedule or {})), 5, LAYOUT.ravel(start(torch.float64)), spoilt)
+    assert trail[1].isfinite().all()
+    assert not trail[2, 4].isfinite()
+    laws.assert_close(trail, theirs(kind, options, schedule, 5, torch.float64, spoilt))
+
+
+@pytest.mark.parametrize("name", NAMESAKES)
+def test_a_rate_per_row_is_separate_runs(name):
+    make, _, options, schedule = NAMESAKES[name]
+    rates, theta = [0.001, 0.02, 0.1], normal(10)
+    options = options | (schedule or {})
+    rows = ours(make(torch.tensor(rates, dtype=torch.float64), **options), 20, theta.expand(3, 10), batch=(3,))
+    for row, rate in enumerate(rates):
+        laws.assert_close(rows[:, row], ours(make(rate, **options), 20, theta))
+
+
+@pytest.mark.parametrize(("warm_up", "total"), [(0, None), (7, None), (0, 30), (7, 30), (1, 2)])
+def test_schedule(warm_up, total):
+    steps = torch.arange(50)
+    expected = [oracles.warm_up_cosine(step, warm_up, total) for step in range(50)]
+    torch.testing.assert_close(warm_up_cosine(steps, warm_up, total).tolist(), expected, rtol=1e-14, atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: SGD(0.0),
+        lambda: SGD(float("nan")),
+        lambda: AdamW(torch.tensor([0.1, -0.1])),
+        lambda: Momentum(0.1, momentum=1.0),
+        lambda: adam(0.1, betas=(0.9, -0.1)),
+        pytest.param(lambda: adam(0.1, betas=(0.9,)), marks=pytest.mark.xfail(raises=ValueError, reason="no check")),
+    ],
+    ids=["zero", "NaN", "a row", "momentum", "betas", "one beta"],
+)
+def test_values_out_of_range_are_refused(build):
+    with pytest.raises(UserError):
+        build()

@@ -1,0 +1,91 @@
+"""The update rules, against scalar oracles."""
+
+import laws
+import oracles
+import pytest
+import torch
+from implementations import RULES, normal
+
+from l2lopt.optimisers.rules import Additive, DirectionAndMagnitude, normalise
+from l2lopt.types import Layout
+
+LAYOUT = Layout(("scalar", "matrix", "vector"), ((), (2, 2), (3,)))
+SIZES = (1, 4, 3)
+
+
+def apply(rule, outputs, nominal, params, step):
+    features = {"rnnprop": torch.stack([nominal, torch.full_like(nominal, 1e9)])}
+    return rule(outputs, features, params, torch.tensor(step), LAYOUT)
+
+
+def rolled_out(rule, oracle, step, tolerance=1e-13, **options):
+    outputs, nominal, params = normal(rule.outputs, 8), normal(8, seed=1), normal(8, seed=2)
+    wanted = oracle(outputs.T.tolist(), nominal.tolist(), params.tolist(), step, SIZES, **options)
+    laws.assert_close(apply(rule, outputs, nominal, params, step), torch.tensor(wanted, dtype=torch.float64), tolerance)
+
+
+@pytest.mark.parametrize("step", [1, 40])
+def test_additive(step):
+    rolled_out(Additive(0.3), oracles.additive, step, step_size=0.3)
+
+
+@pytest.mark.parametrize(
+    "horizon", [64.0, pytest.param(50.0, marks=pytest.mark.xfail(reason="(step − 1) / horizon is float32"))]
+)
+@pytest.mark.parametrize("step", [4, 1000])
+@pytest.mark.parametrize("log_scale", [0.0, -0.1])
+def test_direction_and_magnitude(horizon, step, log_scale):
+    rule = DirectionAndMagnitude(0.02, horizon, weight_decay=0.3).double()
+    torch.nn.init.constant_(rule.log_scale, log_scale)
+    options = {"step_size": 0.02, "horizon": horizon, "weight_decay": 0.3, "log_scale": log_scale}
+    rolled_out(rule, oracles.direction_and_magnitude, step, **options)
+
+
+def test_without_nominal_the_inputs_are_not_looked_at():
+    rule = DirectionAndMagnitude(nominal=False).double()
+    outputs, params = normal(2, 8), normal(8, seed=2)
+    wanted = oracles.direction_and_magnitude(outputs.T.tolist(), [0.0] * 8, params.tolist(), 1, SIZES)
+    update = rule(outputs, {}, params, torch.tensor(1), LAYOUT)
+    laws.assert_close(update, torch.tensor(wanted, dtype=torch.float64), 1e-13)
+
+
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e6])
+def test_normalised_directions_have_root_mean_square_1_in_each_tensor(size):
+    for part in LAYOUT.split(normalise(size * normal(2, 8), LAYOUT)):
+        laws.assert_close(part.square().mean(-1), torch.ones(2, dtype=torch.float64))
+
+
+def test_step_fades_with_the_horizon():
+    rule = DirectionAndMagnitude(0.01, horizon=64.0, weight_decay=0.0).double()
+    sizes = [apply(rule, normal(2, 8), normal(8), normal(8), step).norm().item() for step in (1, 65, 129)]
+    assert sizes == pytest.approx([0.01 * 8**0.5 / k for k in (1, 2, 3)], rel=1e-12)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_direction_of_zero_gives_a_finite_update_and_slope(name):
+    rule, zero = RULES[name]().double(), torch.zeros(8, dtype=torch.float64)
+    outputs = torch.zeros(rule.outputs, 8, dtype=torch.float64, requires_grad=True)
+    update = apply(rule, outputs, zero, zero, 1)
+    laws.assert_same(update, zero)
+    assert torch.autograd.grad(update.sum(), outputs)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rows_do_not_see_each_other(name):
+    rule = RULES[name]().double()
+    outputs, nominal, params = normal(rule.outputs, 2, 8), normal(2, 8, seed=1), normal(2, 8, seed=2)
+    rows = apply(rule, outputs, nominal, params, 3)
+    for k in range(2):
+        laws.assert_close(rows[k], apply(rule, outputs[:, k], nominal[k], params[k], 3))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_without_statistic_is_coordinatewise(name):
+    """And one with a statistic does mix the coordinates of a tensor, though never two tensors."""
+    rule = RULES[name]().double()
+    outputs, nominal, params = normal(rule.outputs, 8), normal(8, seed=1), normal(8, seed=2)
+    slope = torch.func.jacrev(lambda outputs: apply(rule, outputs, nominal, params, 1))(outputs).abs().sum(1).ne(0)
+    tensor = torch.arange(3).repeat_interleave(torch.tensor(SIZES))
+    mixed = torch.eye(8, dtype=torch.bool) if rule.statistic is None else tensor[:, None] == tensor
+    mixed[0, 0] = rule.statistic is None  # a tensor of one coordinate moves by its sign alone
+    assert torch.equal(slope & ~torch.eye(8, dtype=torch.bool), mixed & ~torch.eye(8, dtype=torch.bool))

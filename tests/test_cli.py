@@ -1,0 +1,87 @@
+"""The command line: what it says and how it ends."""
+
+import subprocess
+import sys
+
+import pytest
+
+from l2lopt import cli
+from l2lopt import config as configs
+
+from test_experiments import SMALL  # isort: skip
+
+DEMO = str(configs.demo())
+
+
+def called(monkeypatch, capsys, *arguments):
+    """(exit code, standard output, standard error) of one call."""
+    monkeypatch.setattr(sys, "argv", ["l2lopt", *map(str, arguments)])
+    code = 0
+    try:
+        cli.main()
+    except SystemExit as end:
+        code = end.code or 0
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def sets(changes):
+    return [part for change in changes for part in ("--set", change)]
+
+
+def test_meta_train_evaluate_plot(tmp_path, monkeypatch, capsys):
+    run = tmp_path / "run"
+    code, out, err = called(monkeypatch, capsys, "meta-train", DEMO, "--run", run, "--seed", 3, *sets(SMALL))
+    assert (code, err) == (0, "")
+    assert "meta-train: 4/4" in out
+    assert "seed = 3" in (run / "config.toml").read_text()
+    code, out, err = called(monkeypatch, capsys, "evaluate", run)
+    assert (code, err) == (0, "")
+    assert "train loss, mean nats per sample" in out
+    assert "learned-lstm" in out
+    code, out, err = called(monkeypatch, capsys, "plot", run)
+    assert (code, err) == (0, "")
+    assert (run / "figures" / "loss-curves.svg").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["meta-train", "none.toml"], "none.toml: expected a config file, found nothing"),
+        (["meta-train", DEMO, "--set", "unroll.lenght=3"], "did you mean 'length'?"),
+        (["meta-train", DEMO, "--device", "gpu"], "expected a device of this machine"),
+        (["meta-train", DEMO, "--seed", "-1"], "seed: expected greater than or equal to 0"),
+        (["evaluate", "nowhere"], "expected a run's config, found nothing"),
+        (["plot", "nowhere"], "expected an evaluation, found nothing"),
+        (["meta-train"], "Missing argument"),
+        (["meta-train", DEMO, "--sett", "a=1"], "No such option"),
+        (["demoo"], "No such command"),
+    ],
+)
+def test_a_mistake_ends_in_one_line_and_code_2(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = called(monkeypatch, capsys, *arguments)
+    assert code == 2
+    assert message in err
+    assert err.startswith("l2lopt: ")
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_damaged_weights_end_in_one_line(tmp_path, monkeypatch, capsys):
+    run = tmp_path / "run"
+    called(monkeypatch, capsys, "meta-train", DEMO, "--run", run, *sets(SMALL))
+    weights = run / "optimiser.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    code, _, err = called(monkeypatch, capsys, "evaluate", run)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "expected a whole safetensors file" in err
+
+
+def test_the_program_starts_by_itself(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "l2lopt", "plot", "nowhere"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("l2lopt: nowhere")
+    assert "Traceback" not in done.stderr

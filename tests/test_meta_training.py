@@ -1,0 +1,187 @@
+"""Meta-training: the loop around an unroll."""
+
+import math
+
+import pytest
+import torch
+
+import optimisees
+from l2lopt import optimisers
+from l2lopt.evaluation import run_free
+from l2lopt.meta_training import MetaTrainSettings, Targets, UnrollSettings, inner_steps, meta_train
+from l2lopt.optimisers import Optimiser
+from l2lopt.types import generator
+from l2lopt.unrolls import MetaGradient, Taped, Unroll
+
+
+class LearnedRate(Optimiser):
+    """Gradient descent whose rate is the one meta-parameter."""
+
+    def __init__(self, rate):
+        super().__init__()
+        self.rate = torch.nn.Parameter(torch.tensor(rate, dtype=torch.float64))
+
+    def init(self, layout, batch=(), *, like=None):
+        return optimisers.SGD(1.0).init(layout, batch, like=like)
+
+    def update(self, grads, state, params, loss=None):
+        return -self.rate * grads, state
+
+
+class Recorded:
+    def __init__(self):
+        self.lines = []
+
+    def write(self, stage, step, figures):
+        self.lines.append((stage, step, dict(figures)))
+
+
+@pytest.fixture(scope="module")
+def quadratic():
+    return optimisees.make("quadratic", size=3, dtype="float64")
+
+
+def train(optimiser, optimisee, unroll=None, *, score=lambda _: 0.0, records=None, unrolls=None, **changes):
+    settings = MetaTrainSettings(**{"updates": 6, "warm_up": 0, "validate_every": 2} | changes)
+    unrolls = unrolls or UnrollSettings(length=4)
+    return meta_train(optimiser, optimisee, unroll or Taped(), settings, unrolls, score=score, records=records)
+
+
+def test_the_rate_of_gradient_descent_is_learned(quadratic):
+    optimiser = LearnedRate(1e-4)
+    seeds = [1, 2, 3]
+
+    def score(rule):
+        return float(run_free(rule, quadratic, seeds, [8]).losses["train"].mean())
+
+    before = score(optimiser)
+    result = train(optimiser, quadratic, score=score, updates=60, rate=2e-3, unrolls=UnrollSettings(length=8))
+    assert result.score < 0.5 * before
+    assert optimiser.rate > 1e-3
+    assert score(optimiser) == result.score
+
+
+def test_one_meta_update_is_adam_on_the_mean_clipped_gradient(quadratic):
+    recorded = []
+
+    class Spy(Taped):
+        def __call__(self, *args, **kwargs):
+            recorded.append(super().__call__(*args, **kwargs))
+            return recorded[-1]
+
+    optimiser = LearnedRate(1e-3)
+    train(optimiser, quadratic, Spy(), updates=1, batch=3, rate=0.01, score=lambda rule: -float(rule.rate.detach()))
+    reference = torch.nn.Parameter(torch.tensor(1e-3, dtype=torch.float64))
+    reference.grad = sum(piece.gradient["rate"] / 4 for piece in recorded) / 3
+    torch.nn.utils.clip_grad_norm_([reference], 1.0)
+    torch.optim.Adam([reference], lr=0.01).step()
+    assert len(recorded) == 3
+    assert float(optimiser.rate.detach()) == pytest.approx(float(reference.detach()), rel=1e-12)
+
+
+def test_the_best_and_not_the_last_optimiser_is_kept(quadratic):
+    scores = iter([3.0, 1.0, 2.0, 5.0])
+    seen = []
+
+    def score(rule):
+        seen.append(float(rule.rate.detach()))
+        return next(scores)
+
+    optimiser = LearnedRate(1e-3)
+    result = train(optimiser, quadratic, score=score)
+    assert (result.score, result.update) == (1.0, 2)
+    assert result.scores == {0: 3.0, 2: 1.0, 4: 2.0, 6: 5.0}
+    assert float(optimiser.rate.detach()) == seen[1] != seen[-1]
+
+
+def test_an_unroll_that_is_not_finite_is_counted_and_left_out(quadratic):
+    class Flaky(Unroll):
+        def __init__(self):
+            self.calls = 0
+
+        def __call__(self, update, loss, phi, carry, steps, state=()):
+            self.calls += 1
+            piece = Taped()(update, loss, phi, carry, steps, state)
+            if self.calls % 2:
+                poison = {name: torch.full_like(value, torch.nan) for name, value in piece.gradient.items()}
+                return MetaGradient(piece.value, poison, piece.carry, piece.losses, False)
+            return piece
+
+    records = Recorded()
+    optimiser = LearnedRate(1e-3)
+    result = train(optimiser, quadratic, Flaky(), records=records, score=lambda rule: -float(rule.rate.detach()))
+    assert result.skipped == 3
+    assert math.isfinite(float(optimiser.rate.detach()))
+    last = [figures for stage, _, figures in records.lines if stage == "meta-train"][-1]
+    assert last["skipped"] == 3.0
+
+
+def test_phi_stays_when_no_unroll_is_finite(quadratic):
+    optimiser = LearnedRate(1e200)
+    result = train(optimiser, quadratic, unrolls=UnrollSettings(length=9))
+    assert result.skipped == 6
+    assert float(optimiser.rate.detach()) == 1e200
+
+
+def test_truncation_carries_the_run_on(quadratic):
+    """Windows of a run follow one another; the next run begins where the last has ended, from another seed."""
+    begun = []
+
+    class Spy(Taped):
+        def __call__(self, update, loss, phi, carry, steps, state=()):
+            piece = super().__call__(update, loss, phi, carry, steps, state)
+            begun.append((carry.params, piece.carry.params, len(piece.losses)))
+            return piece
+
+    train(LearnedRate(1e-3), quadratic, Spy(), unrolls=UnrollSettings(length=5, truncation=2))
+    assert [count for *_, count in begun] == [2, 2, 1, 2, 2, 1]
+    for first, second in ((0, 1), (1, 2), (3, 4), (4, 5)):
+        assert torch.equal(begun[first][1], begun[second][0])
+    assert not torch.equal(begun[2][1], begun[3][0])
+    assert not torch.equal(begun[0][0], begun[3][0])
+
+
+def test_equal_seeds_give_equal_meta_parameters():
+    mlp = optimisees.make("mlp", hidden=[3])
+    results = []
+    for _ in range(2):
+        optimiser = optimisers.make("coordinatewise", hidden_size=4)
+        unrolls = UnrollSettings(length=[3, 9], truncation=3, targets=Targets(next=0.5, heldout=0.5))
+        train(optimiser, mlp, unrolls=unrolls)
+        results.append(optimiser.phi())
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+@pytest.mark.parametrize(
+    ("targets", "splits"),
+    [
+        ({"next": 1.0}, ["train"]),
+        ({"next": 0.0, "same": 1.0}, ["train"]),
+        ({"next": 0.5, "heldout": 0.5}, ["inner", "heldout"]),
+        ({"next": 0.2, "same": 0.3, "heldout": 0.5}, ["inner", "inner", "heldout"]),
+    ],
+)
+def test_steps_hold_what_the_targets_name(targets, splits):
+    mlp = optimisees.make("mlp")
+    chosen = Targets(**targets)
+    steps = list(inner_steps(mlp, chosen, 7, 4, 3))
+    inner = "inner" if targets.get("heldout") else "train"
+    for index, step in enumerate(steps):
+        assert torch.equal(step.batch["inputs"], mlp.batch(inner, 7, 4 + index)["inputs"])
+        assert sum(target.weight for target in step.targets) == pytest.approx(sum(targets.values()))
+        assert len(step.targets) == len([weight for weight in targets.values() if weight])
+        if targets["next"]:
+            assert torch.equal(step.targets[0].batch["inputs"], mlp.batch(inner, 7, 5 + index)["inputs"])
+            if index + 1 < len(steps):
+                assert steps[index + 1].batch is step.targets[0].batch  # so that its gradient is not taken twice
+    assert set(splits) <= {"train", "inner", "heldout"}
+
+
+def test_drawn_lengths_are_log_uniform():
+    settings = UnrollSettings(length=[100, 500])
+    drawn = torch.tensor([float(settings.draw_length(generator("t", i))) for i in range(4000)]).log()
+    low, high = math.log(100), math.log(500)
+    assert drawn.min() >= low - 1e-6
+    assert drawn.max() <= high + 1e-6
+    assert float(drawn.mean()) == pytest.approx((low + high) / 2, abs=4 * (high - low) / math.sqrt(12 * 4000))
+    assert float(drawn.std()) == pytest.approx((high - low) / math.sqrt(12), rel=0.05)

@@ -1,0 +1,62 @@
+"""Curves from records."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from l2lopt import plotting
+from l2lopt.errors import UserError
+
+HEADER = ",".join(plotting.COLUMNS) + "\n"
+
+
+def written(tmp_path, lines):
+    path = tmp_path / "evaluation.csv"
+    path.write_text(lines)
+    return path
+
+
+def test_bands_are_means_and_students_intervals(tmp_path):
+    losses = [1.0, 2.0, 4.0]
+    rows = "".join(f"a,learned,{seed},10,train,{loss}\n" for seed, loss in enumerate(losses))
+    band = plotting.read(written(tmp_path, HEADER + rows))["a", "learned", "train"]
+    low, high = stats.t.interval(0.95, 2, loc=np.mean(losses), scale=stats.sem(losses))
+    assert (band.steps[0], band.mean[0]) == (10, pytest.approx(np.mean(losses)))
+    assert (band.low[0], band.high[0]) == (pytest.approx(low), pytest.approx(high))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", r"expected columns optimiser,.*found an empty file"),
+        ("a,b\n1,2\n", r"found a,b"),
+        (HEADER + "a,learned,0,ten,train,1.0\n", r"line 2: expected a loss"),
+        (HEADER + "a,learned,0,1,train,1.0\na,learned\n", r"line 3: expected a loss"),
+    ],
+)
+def test_a_damaged_file_is_refused(tmp_path, content, message):
+    with pytest.raises(UserError, match=message):
+        plotting.read(written(tmp_path, content))
+
+
+@pytest.mark.parametrize("splits", [("train",), ("train", "test")])
+def test_both_figures_are_drawn_even_of_runs_that_diverged(tmp_path, splits):
+    rows = [
+        f"{name},{kind},{seed},{step},{split},{loss}\n"
+        for name, kind in (("mine", "learned"), ("sgd", "baseline"), ("adam", "baseline"))
+        for split in splits
+        for seed in range(2)
+        for step, loss in ((0, 2.0), (1, 1.0 + seed), (10, 0.1), (100, float("nan") if name == "sgd" else 0.01))
+    ]
+    bands = plotting.read(written(tmp_path, HEADER + "".join(rows)))
+    paths = plotting.loss_curves(bands, tmp_path / "figures", "title", breaks=[10, 100])
+    assert [path.name for path in paths] == ["loss-curves.png", "loss-curves.svg"]
+    assert all(path.stat().st_size > 5000 for path in paths)
+    assert "<svg" in paths[1].read_text()[:1000]
+
+
+def test_a_baselines_line_is_cut_after_each_horizon():
+    band = plotting.Band(*(np.array([0, 1, 10, 20, 100]) for _ in range(4)))
+    cut = plotting._cut(band, [10, 100])
+    assert np.isnan(cut.steps).tolist() == [False, False, True, False, False, True]
+    assert cut.mean[~np.isnan(cut.mean)].tolist() == [1, 10, 20, 100]

@@ -1,0 +1,85 @@
+"""Learned optimisers as files."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from l2lopt import optimisers, weights
+from l2lopt.errors import UserError
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "optimiser.safetensors"
+
+
+def made(**options):
+    return optimisers.make("coordinatewise", **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"rule": {"name": "additive", "step_size": 0.5}, "inputs": ["log-and-sign"], "hidden_size": 3, "seed": 7},
+        {"inputs": [{"name": "log-and-sign", "p": 5.0}, "rnnprop"], "cell": {"name": "lstm"}},
+    ],
+)
+def test_a_saved_optimiser_comes_back(path, options):
+    optimiser = made(**options)
+    with torch.no_grad():
+        for parameter in optimiser.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    weights.save(optimiser, path, {"updates": 3})
+    loaded = weights.load(path)
+    assert loaded.description == optimiser.description
+    assert weights.header(path)["training"] == {"updates": 3}
+    for name, value in optimiser.phi().items():
+        assert torch.equal(loaded.phi()[name], value)
+    for mine, theirs in zip(optimiser.modules(), loaded.modules(), strict=True):
+        assert {k: v for k, v in vars(mine).items() if isinstance(v, float)} == {
+            k: v for k, v in vars(theirs).items() if isinstance(v, float)
+        }
+
+
+def test_equal_optimisers_make_equal_bytes(path):
+    weights.save(made(), path, {"b": 1, "a": 2})
+    first = path.read_bytes()
+    weights.save(made(), path, {"a": 2, "b": 1})
+    assert path.read_bytes() == first
+
+
+@pytest.mark.parametrize("kept", [0, 4, 100, 4000, -1])
+def test_a_file_cut_short_is_refused(path, kept):
+    weights.save(made(), path)
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(UserError, match="expected a whole safetensors file"):
+        weights.load(path)
+
+
+def test_a_foreign_file_is_refused(path):
+    save_file({"weight": torch.zeros(3)}, path)
+    with pytest.raises(UserError, match=r"expected a learned optimiser, found other tensors"):
+        weights.load(path)
+
+
+def test_another_layout_is_refused(path):
+    save_file({}, path, metadata={"l2lopt": json.dumps({"version": 99, "optimiser": {}, "training": {}})})
+    with pytest.raises(UserError, match=r"found layout 99"):
+        weights.load(path)
+
+
+def test_tensors_of_another_shape_are_refused(path):
+    optimiser = made()
+    optimiser.description = {**optimiser.description, "hidden_size": 7}
+    weights.save(optimiser, path)
+    with pytest.raises(UserError, match=r"head\.weight \[2, 7\].*head\.weight \[2, 20\]"):
+        weights.load(path)
+
+
+def test_an_optimiser_without_description_is_refused(path):
+    with pytest.raises(UserError, match=r"l2lopt\.optimisers\.make"):
+        weights.save(optimisers.coordinatewise(), path)
+    assert not path.exists()
