@@ -1,8 +1,10 @@
 """Property tests draw the same examples every time and assert no time; the laws' assertions explain themselves."""
 
 import pytest
+import torch
 from hypothesis import settings
 
+torch.set_num_threads(1)  # fastest for small tensors, and steady beside a busy neighbour
 pytest.register_assert_rewrite("laws")
 settings.register_profile("l2lopt", deadline=None, derandomize=True, database=None)
 settings.load_profile("l2lopt")

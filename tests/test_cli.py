@@ -60,7 +60,7 @@ def test_meta_train_evaluate_plot(tmp_path, monkeypatch, capsys):
 )
 def test_a_mistake_ends_in_one_line_and_code_2(tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)
-    code, out, err = called(monkeypatch, capsys, *arguments)
+    code, _, err = called(monkeypatch, capsys, *arguments)
     assert code == 2
     assert message in err
     assert err.startswith("l2lopt: ")

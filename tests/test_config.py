@@ -145,6 +145,9 @@ def test_any_text_is_a_config_or_a_user_error(text):
 @given(st.text(max_size=40))
 def test_any_change_is_made_or_refused(text):
     try:
-        configs.load({"optimisee": "mlp"}, [text])
+        changed = configs.load({"optimisee": "mlp"}, [text])
     except UserError as error:
-        assert "\n" not in str(error)
+        told = str(error)
+    else:
+        told = changed.name
+    assert "\n" not in told

@@ -27,9 +27,14 @@ def test_figures_reach_the_lines_and_tensorboard(tmp_path):
 def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     path = tmp_path / "folder" / "file.txt"
     write_text(path, "first")
-    with pytest.raises(RuntimeError), written_whole(path) as temporary:
-        temporary.write_text("sec")
-        raise RuntimeError
+
+    def interrupted():
+        with written_whole(path) as temporary:
+            temporary.write_text("sec")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        interrupted()
     assert path.read_text() == "first"
     assert [entry.name for entry in path.parent.iterdir()] == ["file.txt"]
 
