@@ -3,8 +3,31 @@
 `meta_train`, `evaluate`, `plot` and `demo` do what the command line does; `save` and `load` keep learned optimisers.
 """
 
-from l2lopt.errors import UserError
-from l2lopt.experiments import demo, evaluate, meta_train, plot
-from l2lopt.weights import load, save
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from l2lopt.errors import UserError
+    from l2lopt.experiments import demo, evaluate, meta_train, plot
+    from l2lopt.weights import load, save
+
+_HOME = {
+    "UserError": "errors",
+    "demo": "experiments",
+    "evaluate": "experiments",
+    "load": "weights",
+    "meta_train": "experiments",
+    "plot": "experiments",
+    "save": "weights",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a name when it is first asked for, so that the command line answers at once."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
 
 __all__ = ["UserError", "demo", "evaluate", "load", "meta_train", "plot", "save"]

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -13,10 +13,16 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from l2lopt.errors import UserError
-from l2lopt.types import Report
+
+if TYPE_CHECKING:
+    from l2lopt.evaluation import Evaluation
+    from l2lopt.types import Report
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__.splitlines()[0]
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Meta-train neural networks to be optimisers, compare them with tuned baselines, draw the curves.",
 )
 console = Console(stderr=False)
 errors = Console(stderr=True, soft_wrap=True)
@@ -30,7 +36,7 @@ Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders that
 
 @app.command()
 def demo(run: Run = None, changes: Set = None, seed: Seed = None, device: Device = None) -> None:
-    """Meta-train an optimiser on 8×8 digits, compare it with tuned baselines, draw the curves (about two minutes)."""
+    """Meta-train an optimiser on 8×8 digits, compare it with tuned baselines, draw the curves (about three minutes)."""
     from l2lopt import experiments
 
     folder = run or Path("runs/demo")
@@ -112,7 +118,7 @@ def _changes(changes: list[str] | None, seed: int | None, device: str | None) ->
 
 
 @contextmanager
-def _progress() -> Iterator[Report]:
+def _progress() -> "Iterator[Report]":
     """A bar per stage with current figures and time left; off a terminal, a line per stage now and then."""
     columns = (
         TextColumn("{task.description:<22}"),
@@ -139,11 +145,8 @@ def _progress() -> Iterator[Report]:
         yield report
 
 
-def _show(result: "object") -> None:
+def _show(result: "Evaluation") -> None:
     """The comparison as a table, and what to know about it."""
-    from l2lopt.evaluation import Evaluation
-
-    assert isinstance(result, Evaluation)
     horizons = sorted({row.horizon for row in result.table})
     for split in ("train", "test"):
         table = Table(title=f"{split} loss, mean nats per sample", title_justify="left")

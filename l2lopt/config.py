@@ -109,11 +109,7 @@ def build(config: Config) -> Experiment:
     """
     device = _device(config.device)
     optimisee = tables.build(optimisees.OPTIMISEES, "optimisee", config.optimisee, device=str(device))
-    if not isinstance(config.optimiser, str) and "seed" in config.optimiser:
-        remedy = "set the config's seed at its top"
-        raise UserError("optimiser", expected="no seed of its own", found="seed", remedy=remedy)
-    seed = seed_of("optimiser", config.seed)
-    optimiser = optimisers.build(config.optimiser, optimisers.LEARNED, seed=seed)
+    optimiser = optimisers.build(config.optimiser, optimisers.LEARNED, seed=seed_of("optimiser", config.seed))
     unroll = tables.build(unrolls.UNROLLS, "unroll", config.unroll.estimator)
     config.evaluation.checked_horizons()
     for baseline in config.evaluation.baselines:

@@ -17,7 +17,7 @@ Table: TypeAlias = Mapping[str, Callable[..., Any]]
 Choice: TypeAlias = str | dict[str, Any]
 
 
-def make(table: Table, kind: str, name: str, **options: Any) -> Any:
+def make(table: Table, kind: str, name: str, /, **options: Any) -> Any:
     """Builds `table[name](**options)` after checking the name, the options' names and their types.
 
     Args:
@@ -34,8 +34,8 @@ def make(table: Table, kind: str, name: str, **options: Any) -> Any:
     return table[name](**_check(f"{kind} {name!r}", _options_model(table[name]), options))
 
 
-def build(table: Table, kind: str, choice: Choice, **extra: Any) -> Any:
-    """`make` for a choice: a name, or a mapping of `name` and options; `extra` options come from the caller."""
+def build(table: Table, kind: str, choice: Choice, /, **extra: Any) -> Any:
+    """`make` for a choice: a name, or a mapping of `name` and options; `extra` options are the caller's alone."""
     if isinstance(choice, str):
         return make(table, kind, choice, **extra)
     options = dict(choice)
@@ -43,6 +43,10 @@ def build(table: Table, kind: str, choice: Choice, **extra: Any) -> Any:
     if not isinstance(name, str):
         remedy = f"add name = one of {', '.join(sorted(table))}"
         raise UserError(kind, expected="a table with the key 'name'", found=f"{choice}", remedy=remedy)
+    for option in options.keys() & extra.keys():
+        raise UserError(
+            f"{kind} {name!r}", expected=f"no {option} here", found=option, remedy="drop the key: it is set for you"
+        )
     return make(table, kind, name, **options, **extra)
 
 

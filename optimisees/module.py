@@ -21,8 +21,8 @@ class ModuleOptimisee(Optimisee):
     """A model made by `factory`, trained to make `criterion(model(inputs), targets)` small.
 
     Buffers that the model moves in training (batch norm's running statistics) become Aux; a sample's gradient never
-    changes the module itself. Dropout layers are given their masks by the batch, so that the loss stays pure; layers
-    that draw random numbers otherwise are refused, and so is `torch.nn.functional.dropout`, by `vmap`.
+    changes the module itself. Dropout layers are given their masks by the batch, so that the loss stays pure. Models
+    that draw random numbers otherwise, use a dropout layer twice or overwrite a buffer are refused.
 
     Args:
         factory: makes a freshly initialised model, drawing from PyTorch's global generator.
@@ -56,7 +56,7 @@ class ModuleOptimisee(Optimisee):
         module = _with_given_masks(self._fresh(0))
         self._training = copy.deepcopy(module).train()
         self._testing = copy.deepcopy(module).eval()
-        self._masks = self._mask_shapes()
+        self._masks = self._try()
         self._whole = {split: self._cut(split) for split in ("train", "test")}
 
     def init(self, seed: int) -> tuple[Params, Aux]:
@@ -73,11 +73,10 @@ class ModuleOptimisee(Optimisee):
         order = _permutation(len(chosen), seed_of("order", split, seed, epoch))
         index = chosen[order[place * size : (place + 1) * size]].to(self.device)
         inputs, targets = self._samples(split)
-        masks = {
-            name: torch.bernoulli(torch.full((size, *shape), 1 - p), generator=generator(name, split, seed, step))
-            for name, (p, shape) in self._masks.items()
-        }
-        masks = {name: mask.to(inputs) / (1 - self._masks[name][0]) for name, mask in masks.items()}
+        masks = {}
+        for name, (p, shape) in self._masks.items():
+            kept = torch.bernoulli(torch.full((size, *shape), 1 - p), generator=generator(name, split, seed, step))
+            masks[name] = kept.to(inputs) / max(1 - p, 1e-12)  # with p = 1 nothing is kept
         return {"inputs": inputs[index], "targets": targets[index], "masks": masks}
 
     def loss(self, params: Params, aux: Aux, batch: Batch) -> tuple[Tensor, Aux]:
@@ -123,21 +122,31 @@ class ModuleOptimisee(Optimisee):
         pieces = zip(inputs.split(self.evaluation_size), targets.split(self.evaluation_size), strict=True)
         return [({"inputs": x, "targets": y}, len(x)) for x, y in pieces]
 
-    def _mask_shapes(self) -> dict[str, tuple[float, tuple[int, ...]]]:
-        """Each dropout layer's rate and mask shape per sample, seen in one forward pass on two samples."""
-        seen: dict[str, tuple[float, tuple[int, ...]]] = {}
-        trial = copy.deepcopy(self._training)
+    def _try(self) -> dict[str, tuple[float, tuple[int, ...]]]:
+        """One forward pass on two samples: refuses what is not pure and sees each mask's rate and shape per sample."""
+        trial, masks = copy.deepcopy(self._training), dict[str, tuple[float, tuple[int, ...]]]()
+
+        def see(name: str, layer: GivenMask, x: Tensor) -> None:
+            if name in masks:
+                found, remedy = "two passes through it", "use a layer for each"
+                raise UserError(f"dropout {name!r}", expected="one pass", found=found, remedy=remedy)
+            masks[name] = layer.p, layer.shape_for(x)[1:]
+
         for name, layer in trial.named_modules():
             if isinstance(layer, GivenMask):
-                layer.register_forward_pre_hook(
-                    lambda layer, args, name=name: seen.update(
-                        {f"{name}.mask": (layer.p, layer.shape_for(args[0])[1:])}
-                    )
-                )
-        if any(isinstance(layer, GivenMask) for layer in trial.modules()):
-            with torch.no_grad():
-                trial(self.data.train_inputs[:2])
-        return seen
+                layer.register_forward_pre_hook(lambda layer, args, name=f"{name}.mask": see(name, layer, args[0]))
+        buffers = dict(trial.named_buffers())
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            before = torch.get_rng_state()
+            trial(self.data.train_inputs[:2])
+            if not torch.equal(before, torch.get_rng_state()):
+                remedy = "use dropout layers, or write an Optimisee that puts the noise into its batch"
+                raise UserError("model", expected="a loss that is pure", found="random numbers in it", remedy=remedy)
+        for name, value in trial.named_buffers():
+            if value is not buffers[name]:
+                remedy = "update it in place, for instance with copy_"
+                raise UserError(f"buffer {name!r}", expected="a buffer that stays", found="a new one", remedy=remedy)
+        return masks
 
 
 class GivenMask(nn.Module):
@@ -166,7 +175,7 @@ class GivenMask(nn.Module):
 
 def _with_given_masks(module: nn.Module) -> nn.Module:
     """The module with every dropout layer replaced by a `GivenMask`."""
-    for name, layer in list(module.named_modules()):
+    for name, layer in list(module.named_modules(remove_duplicate=False)):
         if isinstance(layer, _STOCHASTIC):
             found, remedy = (
                 type(layer).__name__,
@@ -174,11 +183,11 @@ def _with_given_masks(module: nn.Module) -> nn.Module:
             )
             raise UserError(f"layer {name!r}", expected="a loss that is pure", found=found, remedy=remedy)
         if isinstance(layer, _DROPOUTS):
-            spatial = _DROPOUTS.index(type(layer))
+            spatial = next(n for n, kind in enumerate(_DROPOUTS) if isinstance(layer, kind))
             given = GivenMask(layer.p, spatial)
             if not name:
                 return given
-            parent, _, child = name.rpartition(".")
+            parent, _, child = name.rpartition(".")  # a layer that stands at two places gets a mask at each
             setattr(module.get_submodule(parent), child, given)
     return module
 

@@ -89,7 +89,7 @@ class AdamW(Optimiser):
     ) -> None:
         super().__init__()
         self.lr, self.eps = _positive(lr), eps
-        self.beta1, self.beta2 = (_share("betas", beta) for beta in betas)
+        self.beta1, self.beta2 = two_shares("betas", betas)
         self.weight_decay, self.warm_up, self.total = weight_decay, warm_up, total
 
     def init(self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None) -> OptimiserState:
@@ -132,6 +132,13 @@ def _positive(rate: Rate) -> Rate:
     if not bool(torch.as_tensor(rate).gt(0).all()):
         raise UserError("lr", expected="a rate above 0", found=str(rate), remedy="give a positive rate")
     return rate
+
+
+def two_shares(name: str, values: Sequence[float]) -> tuple[float, float]:
+    """Two numbers in [0, 1), as decay rates of running means are."""
+    if len(values) != 2:
+        raise UserError(name, expected="two numbers", found=str(list(values)), remedy="give both")
+    return _share(name, values[0]), _share(name, values[1])
 
 
 def _share(name: str, value: float) -> float:

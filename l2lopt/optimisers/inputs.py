@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from l2lopt.errors import UserError
-from l2lopt.optimisers.handmade import unbias
+from l2lopt.optimisers.handmade import two_shares, unbias
 from l2lopt.types import Params
 
 
@@ -87,7 +87,7 @@ class RNNprop(Input):
 
     def __init__(self, betas: Sequence[float] = (0.9, 0.99), eps: float = 1e-8) -> None:
         super().__init__()
-        self.beta1, self.beta2 = betas
+        self.beta1, self.beta2 = two_shares("rnnprop: betas", betas)
         self.eps = eps
 
     def forward(self, sight: Sight, memory: Params) -> tuple[Tensor, Params]:
@@ -95,7 +95,9 @@ class RNNprop(Input):
         g = sight.grads
         m = self.beta1 * memory["m"] + (1 - self.beta1) * g
         v = self.beta2 * memory["v"] + (1 - self.beta2) * g.square()
-        scale = unbias(v, self.beta2, sight.step).sqrt() + self.eps
+        mean_square = unbias(v, self.beta2, sight.step)
+        zero = mean_square == 0  # where the root's slope is infinite, and second order would turn into NaN
+        scale = torch.where(zero, 0.0, torch.where(zero, 1.0, mean_square).sqrt()) + self.eps
         return torch.stack([unbias(m, self.beta1, sight.step) / scale, g / scale]), {"m": m, "v": v}
 
 

@@ -89,7 +89,7 @@ class DirectionAndMagnitude(UpdateRule):
         """S_t·(d / RMS(d) − λ θ)."""
         direction = outputs[0] - features["rnnprop"][0] if self.needs else outputs[0]
         direction = normalise(direction * outputs[1].exp(), layout)
-        scale = self.step_size * torch.exp(10 * self.log_scale) / (1 + (step - 1) / self.horizon)
+        scale = self.step_size * torch.exp(10 * self.log_scale) / (1 + (step - 1).to(params.dtype) / self.horizon)
         return scale * (direction - self.weight_decay * params)
 
 

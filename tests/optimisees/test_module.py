@@ -7,10 +7,8 @@ import pytest
 import torch
 from implementations import IMAGES, SAMPLED, linear, module_optimisee
 from torch import nn
-from torch.func import vmap
 
 from l2lopt.errors import UserError
-from l2lopt.types import stack
 
 
 def ordinary(task, params, aux):
@@ -102,20 +100,27 @@ def test_layers_with_other_random_numbers_are_refused(layer):
         module_optimisee(nn.Flatten, linear(18, 3), layer)
 
 
-def test_functional_dropout_is_refused_by_vmap():
-    task = module_optimisee(nn.Flatten, linear(18, 3), Functional)
-    params, aux = task.init(0)
-    with pytest.raises(RuntimeError, match="random"):
-        vmap(task.loss)(*stack([(params, aux, task.batch("train", 0, 0))]))
-
-
-@pytest.mark.xfail(reason="without vmap nothing notices the random numbers")
-def test_functional_dropout_is_refused_without_vmap():
-    with pytest.raises(UserError):
+def test_functional_dropout_is_refused():
+    with pytest.raises(UserError, match="found random numbers in it"):
         module_optimisee(nn.Flatten, linear(18, 3), Functional)
 
 
-@pytest.mark.xfail(reason="`named_modules` names a shared layer once, so only its first place gets a mask")
+class Twice(nn.Module):
+    """Sends its input through one dropout layer two times."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.dropout(self.dropout(x))
+
+
+def test_two_passes_through_one_dropout_layer_are_refused():
+    with pytest.raises(UserError, match=r"dropout '2\.dropout\.mask': expected one pass"):
+        module_optimisee(nn.Flatten, linear(18, 3), Twice)
+
+
 def test_a_dropout_layer_used_twice_is_pure():
     shared = nn.Dropout(0.5)
     laws.assert_pure(partial(module_optimisee, nn.Flatten, linear(18, 4), lambda: shared, linear(4, 3), lambda: shared))
@@ -125,12 +130,8 @@ def test_a_dropout_layer_used_twice_is_pure():
     "layer",
     [
         pytest.param(partial(nn.Dropout, 0.0), id="p = 0"),
-        pytest.param(partial(nn.Dropout, 1.0), id="p = 1", marks=pytest.mark.xfail(reason="0 / 0 in the mask")),
-        pytest.param(
-            partial(Silent, 0.5),
-            id="subclass",
-            marks=pytest.mark.xfail(raises=ValueError, reason="`_DROPOUTS.index(type(layer))`"),
-        ),
+        pytest.param(partial(nn.Dropout, 1.0), id="p = 1"),
+        pytest.param(partial(Silent, 0.5), id="subclass"),
     ],
 )
 def test_edges_of_dropout(layer):
@@ -150,7 +151,6 @@ class Counting(nn.Module):
         return x
 
 
-@pytest.mark.xfail(reason="`functional_call` drops what the module assigns")
-def test_an_overwritten_buffer_reaches_the_aux():
-    task = module_optimisee(nn.Flatten, Counting, linear(18, 3))
-    assert task.loss(*task.init(0), task.batch("train", 0, 0))[1]["1.seen"] == 1
+def test_an_overwritten_buffer_is_refused():
+    with pytest.raises(UserError, match=r"buffer '1\.seen': expected a buffer that stays"):
+        module_optimisee(nn.Flatten, Counting, linear(18, 3))

@@ -73,13 +73,7 @@ def test_no_coordinate_sees_another(name):
     laws.assert_same(twice(g[order], h[order]), twice(g, h)[:, order])
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(reason="the slope of √v̂ at 0") if name == "rnnprop" else ())
-        for name in INPUTS
-    ],
-)
+@pytest.mark.parametrize("name", INPUTS)
 def test_slope_at_a_gradient_of_zero_is_finite(name):
     """Second order differentiates the inputs, and gradients that are exactly 0 are common."""
     slope = torch.func.jacrev(lambda g: see(INPUTS[name](), g)[0])(torch.zeros(2, dtype=torch.float64))
