@@ -44,6 +44,8 @@ class Config(Settings):
     """Of everything: equal configs and seeds give equal runs on the same machine."""
     device: str = "cpu"
     """Where tensors live: "cpu", "cuda", "cuda:1", …"""
+    threads: PositiveInt | None = None
+    """CPU threads; none: PyTorch's own choice. Small tensors are fastest on one."""
     optimisee: Choice
     """What is optimised: a name, or a table of the name and its options."""
     optimiser: Choice = "coordinatewise"

@@ -20,6 +20,20 @@ class UserError(ValueError):
         super().__init__(" ".join(text.split()))
 
 
+def at_least_0(where: str, **values: float) -> None:
+    """Refuses values below 0 (and NaN), each under its own name."""
+    for name, value in values.items():
+        if not value >= 0:
+            raise UserError(f"{where}: {name}", expected="at least 0", found=str(value), remedy="change the value")
+
+
+def above_0(where: str, **values: float) -> None:
+    """Refuses values that are not above 0, each under its own name."""
+    for name, value in values.items():
+        if not value > 0:
+            raise UserError(f"{where}: {name}", expected="above 0", found=str(value), remedy="change the value")
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A remedy for a misspelt `name`: the nearest of the `known` names, or all of them."""
     known = sorted(known)

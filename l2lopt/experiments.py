@@ -14,7 +14,7 @@ from l2lopt.config import Config
 from l2lopt.errors import UserError
 from l2lopt.evaluation import Evaluation
 from l2lopt.records import Records, existing, write_json, write_text, written_whole
-from l2lopt.types import Report, silent
+from l2lopt.types import Report, cpu_threads, silent
 
 _MADE = ("config.toml", "metrics.jsonl", "optimiser.safetensors", "evaluation.csv", "evaluation.json")
 
@@ -45,7 +45,7 @@ def meta_train(
     settings = experiment.config
     folder = _claim(Path(run), overwrite)
     write_text(folder / "config.toml", configs.dump(settings))
-    with closing(Records(folder)) as records:
+    with closing(Records(folder)) as records, cpu_threads(settings.threads):
         result = meta_training.meta_train(
             experiment.optimiser,
             experiment.optimisee,
@@ -97,7 +97,8 @@ def evaluate(*runs: str | Path, changes: Sequence[str] = (), report: Report = si
     for folder, own in zip(folders, settings, strict=True):
         name = own.name if own.name not in learned else f"{own.name} ({folder.name})"
         learned[name] = weights.load(folder / "optimiser.safetensors").to(own.device)
-    result = evaluation.evaluate(learned, optimisee, settings[0].evaluation, seed=settings[0].seed, report=report)
+    with cpu_threads(settings[0].threads):
+        result = evaluation.evaluate(learned, optimisee, settings[0].evaluation, seed=settings[0].seed, report=report)
     for folder in folders:
         _write_evaluation(folder, result)
     return result

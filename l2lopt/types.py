@@ -1,7 +1,8 @@
 """What travels between the parts: parameters, layouts, states, batches, steps of an unroll."""
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -128,6 +129,25 @@ def seed_of(*key: str | int) -> int:
 def generator(*key: str | int) -> torch.Generator:
     """A CPU generator seeded by `key`; equal keys give equal streams."""
     return torch.Generator().manual_seed(seed_of(*key))
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """The global CPU generator under `seed` within the block, and as it was after it; other devices are left alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
+@contextmanager
+def cpu_threads(count: int | None) -> Iterator[None]:
+    """PyTorch on `count` CPU threads within the block; None changes nothing."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def detach(tree: Any) -> Any:

@@ -7,10 +7,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from l2lopt.errors import UserError
 from l2lopt.optimisee import Optimisee, Split
-from l2lopt.types import Aux, Batch, Params, generator, seed_of
+from l2lopt.types import Aux, Batch, Params, generator, seed_of, seeded
 from optimisees.datasets import InMemory
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -95,8 +96,7 @@ class ModuleOptimisee(Optimisee):
         yield from self._whole[split] if split in self._whole else self._cut(split, self._members(split, seed))
 
     def _fresh(self, seed: int) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed_of("init", seed))
+        with seeded(seed_of("init", seed)):
             return self.factory().to(self.device)
 
     def _samples(self, split: Split) -> tuple[Tensor, Tensor]:
@@ -143,7 +143,7 @@ class ModuleOptimisee(Optimisee):
                 remedy = "use dropout layers, or write an Optimisee that puts the noise into its batch"
                 raise UserError("model", expected="a loss that is pure", found="random numbers in it", remedy=remedy)
         for name, value in trial.named_buffers():
-            if value is not buffers[name]:
+            if value is not buffers.get(name):
                 remedy = "update it in place, for instance with copy_"
                 raise UserError(f"buffer {name!r}", expected="a buffer that stays", found="a new one", remedy=remedy)
         return masks
@@ -169,13 +169,16 @@ class GivenMask(nn.Module):
         return (*x.shape[: x.dim() - self.spatial], *[1] * self.spatial)
 
     def forward(self, x: Tensor) -> Tensor:
-        """X times the mask in training, x in testing."""
+        """The input times the mask in training, the input itself in testing."""
         return x * self.mask if self.training else x
 
 
 def _with_given_masks(module: nn.Module) -> nn.Module:
     """The module with every dropout layer replaced by a `GivenMask`."""
     for name, layer in list(module.named_modules(remove_duplicate=False)):
+        if isinstance(layer, _BatchNorm) and layer.momentum is None:
+            found, remedy = "momentum=None", "give batch norm a momentum"
+            raise UserError(f"layer {name!r}", expected="a momentum, for vmap", found=found, remedy=remedy)
         if isinstance(layer, _STOCHASTIC):
             found, remedy = (
                 type(layer).__name__,

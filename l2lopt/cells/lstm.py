@@ -24,7 +24,7 @@ class LSTM(Cell):
         self.bias = uniform(hidden_size, 4 * hidden_size)
 
     def initial_state(self, x: Tensor) -> CellState:
-        """H = c = 0."""
+        """The state h = c = 0."""
         return {"h": zeros(self.hidden_size, x), "c": zeros(self.hidden_size, x)}
 
     def forward(self, x: Tensor, state: CellState) -> tuple[Tensor, CellState]:

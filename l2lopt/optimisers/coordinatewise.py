@@ -16,16 +16,16 @@ from l2lopt.optimisers.inputs import INPUTS, Input, Sight
 from l2lopt.optimisers.optimiser import Optimiser, blank, first_step
 from l2lopt.optimisers.rules import RULES, UpdateRule
 from l2lopt.tables import Choice
-from l2lopt.types import Layout, OptimiserState
+from l2lopt.types import Layout, OptimiserState, seeded
 
 
 class Coordinatewise(Optimiser):
     """Inputs → linear embedding → cell → linear head → update rule, the same for every coordinate.
 
     With x_k the inputs of coordinate k, e = W_e x_k + b_e, (h, s') = cell(e, s), o = W_o h + b_o and the update from
-    the rule. A coordinate with a non-finite gradient gets the update 0 and keeps its state; `state.shared["skipped"]`
-    [*batch] counts such events. Per coordinate the state takes the cell's numbers and the inputs' memory (42 for an
-    LSTM of 20 and `rnnprop`'s means).
+    the rule. A coordinate whose gradient (or its square) is not finite gets the update 0 and keeps its state;
+    `state.shared["skipped"]` [*batch] counts such events. Per coordinate the state takes the cell's numbers and the
+    inputs' memory (42 for an LSTM of 20 and `rnnprop`'s means).
 
     Args:
         inputs: name → input.
@@ -65,7 +65,7 @@ class Coordinatewise(Optimiser):
         self, grads: Tensor, state: OptimiserState, params: Tensor, loss: Tensor | None = None
     ) -> tuple[Tensor, OptimiserState]:
         """One step of the network for every coordinate; about 60 small tensor operations whatever n is."""
-        finite = grads.isfinite()
+        finite = grads.square().isfinite()  # the inputs square it
         step = state.shared["step"] + 1
         sight = Sight(grads.where(finite, 0.0), params, step, loss)
         features: dict[str, Tensor] = {}
@@ -109,8 +109,7 @@ def coordinatewise(
     names = [item if isinstance(item, str) else str(item.get("name")) for item in inputs]
     if len(set(names)) < len(names):
         raise UserError("inputs", expected="each at most once", found=", ".join(names), remedy="drop the repeated one")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         built: dict[str, Any] = {
             name: tables.build(INPUTS, "input", item) for name, item in zip(names, inputs, strict=True)
         }

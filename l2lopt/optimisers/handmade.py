@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from l2lopt.errors import UserError
+from l2lopt.errors import UserError, at_least_0
 from l2lopt.optimisers.optimiser import Optimiser, blank, first_step
 from l2lopt.optimisers.schedule import warm_up_cosine
 from l2lopt.types import Layout, OptimiserState
@@ -52,7 +52,7 @@ class Momentum(Optimiser):
         self.lr, self.momentum = _positive(lr), _share("momentum", momentum)
 
     def init(self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None) -> OptimiserState:
-        """V = 0."""
+        """The state v = 0."""
         return OptimiserState(layout, {"velocity": blank(layout, batch, like)}, {})
 
     def update(
@@ -91,9 +91,13 @@ class AdamW(Optimiser):
         self.lr, self.eps = _positive(lr), eps
         self.beta1, self.beta2 = two_shares("betas", betas)
         self.weight_decay, self.warm_up, self.total = weight_decay, warm_up, total
+        at_least_0("adamw", eps=eps, weight_decay=weight_decay, warm_up=warm_up)
+        if total is not None and total < warm_up:
+            remedy = "shorten the warm-up"
+            raise UserError("adamw: total", expected=f"at least warm_up = {warm_up}", found=str(total), remedy=remedy)
 
     def init(self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None) -> OptimiserState:
-        """M = v = 0."""
+        """The state m = v = 0."""
         m, v = blank(layout, batch, like), blank(layout, batch, like)
         return OptimiserState(layout, {"m": m, "v": v}, {"step": first_step(m)})
 

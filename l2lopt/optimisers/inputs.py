@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from l2lopt.errors import UserError
+from l2lopt.errors import above_0
 from l2lopt.optimisers.handmade import two_shares, unbias
 from l2lopt.types import Params
 
@@ -57,8 +57,7 @@ class LogAndSign(Input):
 
     def __init__(self, p: float = 10.0) -> None:
         super().__init__()
-        if p <= 0:
-            raise UserError("log-and-sign: p", expected="above 0", found=str(p), remedy="change the value")
+        above_0("log-and-sign", p=p)
         self.p = p
 
     def forward(self, sight: Sight, memory: Params) -> tuple[Tensor, Params]:
@@ -88,6 +87,7 @@ class RNNprop(Input):
     def __init__(self, betas: Sequence[float] = (0.9, 0.99), eps: float = 1e-8) -> None:
         super().__init__()
         self.beta1, self.beta2 = two_shares("rnnprop: betas", betas)
+        above_0("rnnprop", eps=eps)
         self.eps = eps
 
     def forward(self, sight: Sight, memory: Params) -> tuple[Tensor, Params]:
@@ -112,6 +112,7 @@ class LogStep(Input):
 
     def __init__(self, scale: float = 7.0) -> None:
         super().__init__()
+        above_0("log-step", scale=scale)
         self.scale = scale
 
     def forward(self, sight: Sight, memory: Params) -> tuple[Tensor, Params]:

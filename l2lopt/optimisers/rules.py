@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from l2lopt.errors import above_0, at_least_0
 from l2lopt.types import Layout
 
 
@@ -80,6 +81,8 @@ class DirectionAndMagnitude(UpdateRule):
     ) -> None:
         super().__init__()
         self.step_size, self.horizon, self.weight_decay = step_size, horizon, weight_decay
+        above_0("direction-and-magnitude", step_size=step_size, horizon=horizon)
+        at_least_0("direction-and-magnitude", weight_decay=weight_decay)
         self.needs = ("rnnprop",) if nominal else ()
         self.log_scale = nn.Parameter(torch.zeros(()))
 

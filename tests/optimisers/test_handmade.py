@@ -110,8 +110,11 @@ def test_schedule(warm_up, total):
         lambda: Momentum(0.1, momentum=1.0),
         lambda: adam(0.1, betas=(0.9, -0.1)),
         lambda: adam(0.1, betas=(0.9,)),
+        lambda: adam(0.1, eps=-1e-8),
+        lambda: AdamW(0.1, weight_decay=-1.0),
+        lambda: AdamW(0.1, warm_up=5, total=4),
     ],
-    ids=["zero", "NaN", "a row", "momentum", "betas", "one beta"],
+    ids=["zero", "NaN", "a row", "momentum", "betas", "one beta", "eps", "decay", "total"],
 )
 def test_values_out_of_range_are_refused(build):
     with pytest.raises(UserError):
