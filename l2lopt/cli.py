@@ -99,7 +99,9 @@ def main() -> None:
         message = getattr(error, "format_message", None)  # click's own usage errors
         if message is None:
             raise
-        _fail(" ".join(message().split()))
+        if message():  # none where only the help was shown
+            _fail(" ".join(message().split()))
+        sys.exit(2)
     except KeyboardInterrupt:
         _fail("stopped", code=130)
 

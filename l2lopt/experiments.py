@@ -114,7 +114,7 @@ def plot(*runs: str | Path) -> list[Path]:
     paths = []
     for folder in folders:
         bands = plotting.read(folder / "evaluation.csv")
-        breaks = json.loads((folder / "evaluation.json").read_text())["horizons"]
+        breaks = _horizons(folder / "evaluation.json")
         paths += plotting.loss_curves(bands, folder / "figures", title=folder.name, breaks=breaks)
     return paths
 
@@ -145,6 +145,16 @@ def _claim(folder: Path, overwrite: bool) -> Path:
 def _config_of(folder: Path, changes: Sequence[str]) -> Config:
     path = existing(folder / "config.toml", "a run's config", "give a folder that l2lopt meta-train has left")
     return configs.load(path, changes)
+
+
+def _horizons(path: Path) -> list[int]:
+    """Where a baseline's curve goes over to its next run."""
+    existing(path, "an evaluation's summary", "run l2lopt evaluate again")
+    try:
+        return [int(step) for step in json.loads(path.read_text(encoding="utf-8"))["horizons"]]
+    except (ValueError, KeyError, TypeError):
+        remedy = "run l2lopt evaluate again"
+        raise UserError(str(path), expected="an evaluation's summary", found="damage", remedy=remedy) from None
 
 
 def _write_evaluation(folder: Path, result: Evaluation) -> None:

@@ -53,7 +53,9 @@ def build(table: Table, kind: str, choice: Choice, /, **extra: Any) -> Any:
 def explain(where: str, error: ValidationError, known: Mapping[str, Any], data: Any) -> UserError:
     """The first finding of a pydantic `error` about `data` as a `UserError`; `known` are the keys at its top."""
     findings = error.errors(include_url=False)
-    first, path = findings[0], _keys(findings[0]["loc"], data)
+    # An unknown key explains a missing one beside it.
+    first = next((finding for finding in findings if finding["type"] == "extra_forbidden"), findings[0])
+    path = _keys(first["loc"], data)
     place = f"{where}: {'.'.join(path)}" if path else where
     if first["type"] == "extra_forbidden":
         remedy = did_you_mean(path[-1], _fields_at(known, path[:-1]))

@@ -68,6 +68,13 @@ def test_a_mistake_ends_in_one_line_and_code_2(tmp_path, monkeypatch, capsys, ar
     assert list(tmp_path.iterdir()) == []
 
 
+def test_without_a_command_the_help_is_shown(monkeypatch, capsys):
+    code, out, err = called(monkeypatch, capsys)
+    assert "meta-train" in out + err
+    assert "l2lopt: " not in err
+    assert code == 2
+
+
 def test_damaged_weights_end_in_one_line(tmp_path, monkeypatch, capsys):
     run = tmp_path / "run"
     called(monkeypatch, capsys, "meta-train", DEMO, "--run", run, *sets(SMALL))

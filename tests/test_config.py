@@ -96,7 +96,7 @@ MISTAKES = [
     ("optimisee={hidden=[3]}", r"optimisee: expected a table with the key 'name'"),
     ("evaluation.horizons=[5000]", r"evaluation\.horizons: expected at most 1000, found 5000"),
     ("evaluation.baselines=[{optimiser='adem', rates=[0.1]}]", r"optimiser: expected a known name, found 'adem'"),
-    ("evaluation.baselines=[{optimiser='adam', rate=[0.1]}]", r"did you mean 'rates'\?|rates: expected a value"),
+    ("evaluation.baselines=[{optimiser='adam', rate=[0.1]}]", r"did you mean 'rates'\?"),
     ("evaluation.baselines=[{optimiser='adam', rates=[-0.1]}]", r"rates\.0: expected greater than 0, found -0\.1"),
     ("device=gpu", r"device: expected a device of this machine, found 'gpu'"),
     ("unroll.length", r"--set: expected KEY=VALUE, found 'unroll\.length'"),

@@ -89,6 +89,17 @@ def test_drawing_again_gives_the_same_svg(run):
     assert (run / "figures" / "loss-curves.svg").read_bytes() == before
 
 
+@pytest.mark.parametrize("content", [None, "{", "{}", '{"horizons": 3}'])
+def test_a_damaged_summary_is_refused(run, tmp_path, content):
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    (folder / "evaluation.csv").write_bytes((run / "evaluation.csv").read_bytes())
+    if content is not None:
+        (folder / "evaluation.json").write_text(content)
+    with pytest.raises(UserError, match=r"evaluation\.json: expected an evaluation's summary"):
+        l2lopt.plot(folder)
+
+
 def test_a_learned_optimiser_loads_and_steps(run):
     optimiser = l2lopt.load(run / "optimiser.safetensors")
     layout = l2lopt.types.Layout(("w",), ((5,),))
