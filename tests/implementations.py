@@ -31,14 +31,20 @@ def seeded(module: nn.Module, seed: int = 0, scale: float = 0.5) -> nn.Module:
 
 CELLS = {
     "lstm": partial(cells.LSTM, 3, 4),
+    "stacked": partial(cells.stacked, 3, 4),
 }
 INPUTS = {
     "log-and-sign": inputs.LogAndSign,
     "rnnprop": inputs.RNNprop,
     "log-step": inputs.LogStep,
+    "momenta": inputs.Momenta,
+    "parameter": inputs.Parameter,
+    "loss": inputs.Loss,
 }
 RULES = {
     "additive": rules.Additive,
+    "bounded": rules.Bounded,
+    "gated": rules.Gated,
     "direction-and-magnitude": rules.DirectionAndMagnitude,
     "direction-and-magnitude without nominal": partial(rules.DirectionAndMagnitude, nominal=False),
 }
@@ -59,6 +65,8 @@ OPTIMISERS = {
     "adam": partial(optimisers.adam, 0.01),
     "adamw": partial(optimisers.AdamW, 0.01, weight_decay=0.1, warm_up=2, total=6),
     "coordinatewise additive": partial(learned, "additive"),
+    "coordinatewise bounded": partial(learned, "bounded"),
+    "coordinatewise gated": partial(learned, {"name": "gated", "forget_bias": 2.0, "input_bias": -1.0}),
     "coordinatewise direction-and-magnitude": partial(learned, "direction-and-magnitude"),
 }
 LEARNED = {label: make for label, make in OPTIMISERS.items() if list(make().parameters())}

@@ -24,12 +24,35 @@ def lstm(phi, x, state):
     return h, {"h": h, "c": c}
 
 
-CELLS = {"lstm": lstm}
+def stacked(phi, x, state):
+    """Two LSTMs, the first one's output the second one's input."""
+    after = {}
+    for layer in ("0", "1"):
+        own = {
+            name.removeprefix(f"layers.{layer}."): value for name, value in phi.items() if f"layers.{layer}." in name
+        }
+        x, below = lstm(own, x, {name: state[f"{layer}.{name}"] for name in ("h", "c")})
+        after |= {f"{layer}.{name}": value for name, value in below.items()}
+    return x, after
+
+
+CELLS = {"lstm": lstm, "stacked": stacked}
 """Name → (φ, x, state) → (h, state), all lists of one column."""
 
 
 def log_and_sign(g, p=10.0):
     return (math.log(abs(g)) / p, math.copysign(1.0, g)) if abs(g) >= math.exp(-p) else (-1.0, math.exp(p) * g)
+
+
+def momenta(gradients, betas=(0.5, 0.9, 0.99, 0.999), square_beta=0.999, eps=1e-8):
+    """Each bias-corrected mean over the root of the mean square, after all `gradients`."""
+
+    def mean(values, beta):
+        weights = [(1 - beta) * beta ** (len(values) - 1 - k) for k in range(len(values))]
+        return sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
+
+    scale = math.sqrt(mean([g * g for g in gradients], square_beta)) + eps
+    return [mean(gradients, beta) / scale for beta in betas]
 
 
 def rnnprop(history, betas=(0.9, 0.99), eps=1e-8):
@@ -59,6 +82,20 @@ def direction_and_magnitude(
         rms = math.sqrt(sum(d * d for d in part) / size)
         updates += [d / rms for d in part]
     return [scale * (d - weight_decay * theta) for d, theta in zip(updates, params, strict=True)]
+
+
+def bounded(outputs, nominal, params, step, sizes, step_size=0.1):
+    """s·tanh o."""
+    return [step_size * math.tanh(o[0]) for o in outputs]
+
+
+def gated(phi, forget, input_, g, theta, gates):
+    """(θ', (f, i)) = f θ − i g, the gates with weights on θ and on themselves."""
+    f, i = (
+        sigmoid(o + phi["weight_params"][k] * theta + phi["weight_gates"][k] * gates[k] + phi["bias"][k])
+        for k, o in enumerate((forget, input_))
+    )
+    return f * theta - i * g, (f, i)
 
 
 def coordinatewise(phi, gradients, params, sizes, rule):

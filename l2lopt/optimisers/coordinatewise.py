@@ -16,7 +16,7 @@ from l2lopt.optimisers.inputs import INPUTS, Input, Sight
 from l2lopt.optimisers.optimiser import Optimiser, blank, first_step
 from l2lopt.optimisers.rules import RULES, UpdateRule
 from l2lopt.tables import Choice
-from l2lopt.types import Layout, OptimiserState, seeded
+from l2lopt.types import Layout, OptimiserState, Params, seeded
 
 
 class Coordinatewise(Optimiser):
@@ -58,6 +58,7 @@ class Coordinatewise(Optimiser):
         coordinates = {f"{name}.{key}": zero.clone() for name, item in self._inputs().items() for key in item.memory}
         x = zero.expand(self.cell.input_size, *zero.shape)
         coordinates |= {f"cell.{key}": value for key, value in self.cell.initial_state(x).items()}
+        coordinates |= {f"rule.{key}": zero.clone() for key in self.rule.memory}
         skipped = torch.zeros(tuple(batch), dtype=torch.int64, device=zero.device)
         return OptimiserState(layout, coordinates, {"step": first_step(zero), "skipped": skipped})
 
@@ -71,21 +72,25 @@ class Coordinatewise(Optimiser):
         features: dict[str, Tensor] = {}
         coordinates: dict[str, Tensor] = {}
         for name, item in self._inputs().items():
-            memory = {key: state.coordinates[f"{name}.{key}"] for key in item.memory}
-            features[name], memory = item(sight, memory)
-            coordinates |= {f"{name}.{key}": value for key, value in memory.items()}
+            features[name], after = item(sight, _part(state.coordinates, name))
+            coordinates |= {f"{name}.{key}": value for key, value in after.items()}
         x = affine(self.embedding.bias, (self.embedding.weight, torch.cat(list(features.values()))))
-        cell_state = {key.removeprefix("cell."): v for key, v in state.coordinates.items() if key.startswith("cell.")}
-        h, cell_state = self.cell(x, cell_state)
-        coordinates |= {f"cell.{key}": value for key, value in cell_state.items()}
+        h, after = self.cell(x, _part(state.coordinates, "cell"))
+        coordinates |= {f"cell.{key}": value for key, value in after.items()}
         outputs = affine(self.head.bias, (self.head.weight, h))
-        update = self.rule(outputs, features, params, step, state.layout)
+        update, after = self.rule(outputs, features, sight, _part(state.coordinates, "rule"), state.layout)
+        coordinates |= {f"rule.{key}": value for key, value in after.items()}
         kept = {key: torch.where(finite, value, state.coordinates[key]) for key, value in coordinates.items()}
         skipped = state.shared["skipped"] + (~finite).sum(-1)
         return update.where(finite, 0.0), OptimiserState(state.layout, kept, {"step": step, "skipped": skipped})
 
     def _inputs(self) -> dict[str, Input]:
         return dict(self.inputs.items())  # type: ignore[arg-type]  # a ModuleDict forgets what its modules are
+
+
+def _part(coordinates: Params, owner: str) -> Params:
+    """What `owner` keeps, under its own names."""
+    return {key.removeprefix(f"{owner}."): value for key, value in coordinates.items() if key.startswith(f"{owner}.")}
 
 
 def coordinatewise(
@@ -113,5 +118,5 @@ def coordinatewise(
         built: dict[str, Any] = {
             name: tables.build(INPUTS, "input", item) for name, item in zip(names, inputs, strict=True)
         }
-        network = tables.build(cells.CELLS, "cell", cell, input_size=hidden_size, hidden_size=hidden_size)
+        network = cells.build(cell, hidden_size, hidden_size)
         return Coordinatewise(built, network, tables.build(RULES, "rule", rule), head_scale)

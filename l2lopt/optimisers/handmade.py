@@ -49,7 +49,7 @@ class Momentum(Optimiser):
 
     def __init__(self, lr: Rate, momentum: float = 0.9) -> None:
         super().__init__()
-        self.lr, self.momentum = _positive(lr), _share("momentum", momentum)
+        self.lr, self.momentum = _positive(lr), share("momentum", momentum)
 
     def init(self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None) -> OptimiserState:
         """The state v = 0."""
@@ -142,10 +142,11 @@ def two_shares(name: str, values: Sequence[float]) -> tuple[float, float]:
     """Two numbers in [0, 1), as decay rates of running means are."""
     if len(values) != 2:
         raise UserError(name, expected="two numbers", found=str(list(values)), remedy="give both")
-    return _share(name, values[0]), _share(name, values[1])
+    return share(name, values[0]), share(name, values[1])
 
 
-def _share(name: str, value: float) -> float:
+def share(name: str, value: float) -> float:
+    """A number in [0, 1), as the decay rate of a running mean is."""
     if not 0 <= value < 1:
         raise UserError(name, expected="a number in [0, 1)", found=str(value), remedy="change the value")
     return value

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from l2lopt.errors import above_0
-from l2lopt.optimisers.handmade import two_shares, unbias
+from l2lopt.errors import UserError, above_0
+from l2lopt.optimisers.handmade import share, two_shares, unbias
 from l2lopt.types import Params
 
 
@@ -62,12 +62,7 @@ class LogAndSign(Input):
 
     def forward(self, sight: Sight, memory: Params) -> tuple[Tensor, Params]:
         """(log|g| / p, sign g), or (−1, eᵖ g) where g is small."""
-        g = sight.grads
-        least = torch.exp(g.new_tensor(-self.p))
-        # The clamp keeps log away from 0 in the branch that is not taken, where its slope would be NaN.
-        size = g.abs().clamp(min=least).log() / self.p
-        sign = torch.where(g.abs() >= least, g.sign(), g / least)
-        return torch.stack([size, sign]), memory
+        return log_and_sign(sight.grads, self.p), memory
 
 
 class RNNprop(Input):
@@ -95,9 +90,7 @@ class RNNprop(Input):
         g = sight.grads
         m = self.beta1 * memory["m"] + (1 - self.beta1) * g
         v = self.beta2 * memory["v"] + (1 - self.beta2) * g.square()
-        mean_square = unbias(v, self.beta2, sight.step)
-        zero = mean_square == 0  # where the root's slope is infinite, and second order would turn into NaN
-        scale = torch.where(zero, 0.0, torch.where(zero, 1.0, mean_square).sqrt()) + self.eps
+        scale = root(unbias(v, self.beta2, sight.step)) + self.eps
         return torch.stack([unbias(m, self.beta1, sight.step) / scale, g / scale]), {"m": m, "v": v}
 
 
@@ -121,4 +114,92 @@ class LogStep(Input):
         return value.expand(1, *sight.grads.shape), memory
 
 
-INPUTS: Mapping[str, type[Input]] = {"log-and-sign": LogAndSign, "rnnprop": RNNprop, "log-step": LogStep}
+class Parameter(Input):
+    """The parameter θ itself."""
+
+    size = 1
+
+    def forward(self, sight: Sight, memory: Params) -> tuple[Tensor, Params]:
+        """θ."""
+        return sight.params.unsqueeze(0), memory
+
+
+class Loss(Input):
+    """The loss, the same for all coordinates of a row, on the scale of `LogAndSign` (Ravi and Larochelle 2017).
+
+    Args:
+        p: the smallest loss told apart is e⁻ᵖ; p > 0.
+    """
+
+    size = 2
+
+    def __init__(self, p: float = 10.0) -> None:
+        super().__init__()
+        above_0("loss", p=p)
+        self.p = p
+
+    def forward(self, sight: Sight, memory: Params) -> tuple[Tensor, Params]:
+        """(log ℓ / p, 1), or (−1, eᵖ ℓ) where ℓ is small."""
+        if sight.loss is None:
+            remedy = "pass loss= to update"
+            raise UserError("input 'loss'", expected="the loss of this step", found="none", remedy=remedy)
+        return log_and_sign(sight.loss[..., None].expand_as(sight.grads), self.p), memory
+
+
+class Momenta(Input):
+    """Running means of the gradient over several spans, each over the running root mean square (Metz et al. 2020).
+
+    (m̂_β / (√v̂ + ε))_β with m̂_β, v̂ the bias-corrected running means of g and g².
+
+    Args:
+        betas: of the means of g, each in [0, 1).
+        square_beta: of the mean of g².
+        eps: ε > 0.
+    """
+
+    def __init__(
+        self, betas: Sequence[float] = (0.5, 0.9, 0.99, 0.999), square_beta: float = 0.999, eps: float = 1e-8
+    ) -> None:
+        super().__init__()
+        self.betas = [share("momenta: betas", beta) for beta in betas]
+        self.square_beta = share("momenta: square_beta", square_beta)
+        above_0("momenta", eps=eps)
+        self.eps = eps
+        self.size = len(self.betas)
+        self.memory = (*(f"m{index}" for index in range(self.size)), "v")
+
+    def forward(self, sight: Sight, memory: Params) -> tuple[Tensor, Params]:
+        """A feature for each β."""
+        g = sight.grads
+        after = {"v": self.square_beta * memory["v"] + (1 - self.square_beta) * g.square()}
+        scale = root(unbias(after["v"], self.square_beta, sight.step)) + self.eps
+        features = []
+        for index, beta in enumerate(self.betas):
+            mean = beta * memory[f"m{index}"] + (1 - beta) * g
+            features.append(unbias(mean, beta, sight.step) / scale)
+            after[f"m{index}"] = mean
+        return torch.stack(features), after
+
+
+def log_and_sign(x: Tensor, p: float) -> Tensor:
+    """(log|x| / p, sign x) where |x| ≥ e⁻ᵖ, else (−1, eᵖ x); stacked on a new first axis."""
+    least = torch.exp(x.new_tensor(-p))
+    # The clamp keeps log away from 0 in the branch that is not taken, where its slope would be NaN.
+    size = x.abs().clamp(min=least).log() / p
+    return torch.stack([size, torch.where(x.abs() >= least, x.sign(), x / least)])
+
+
+def root(x: Tensor) -> Tensor:
+    """√x, with slope 0 at 0: there the true slope is infinite, and second order would turn into NaN."""
+    zero = x == 0
+    return torch.where(zero, 0.0, torch.where(zero, 1.0, x).sqrt())
+
+
+INPUTS: Mapping[str, type[Input]] = {
+    "log-and-sign": LogAndSign,
+    "rnnprop": RNNprop,
+    "momenta": Momenta,
+    "log-step": LogStep,
+    "parameter": Parameter,
+    "loss": Loss,
+}

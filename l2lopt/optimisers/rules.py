@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from l2lopt.errors import above_0, at_least_0
-from l2lopt.types import Layout
+from l2lopt.optimisers.inputs import Sight
+from l2lopt.types import Layout, Params
 
 
 class UpdateRule(nn.Module, ABC):
@@ -16,24 +17,26 @@ class UpdateRule(nn.Module, ABC):
     Attributes:
         outputs: numbers per coordinate it takes from the network.
         needs: the inputs whose features it looks at besides.
+        memory: the names of the running values [*batch, n] it keeps, zero at first.
         statistic: what it takes over each tensor's coordinates, or None where a coordinate's update is its own affair.
     """
 
     outputs: int
     needs: tuple[str, ...] = ()
+    memory: tuple[str, ...] = ()
     statistic: str | None = None
 
     @abstractmethod
     def forward(
-        self, outputs: Tensor, features: Mapping[str, Tensor], params: Tensor, step: Tensor, layout: Layout
-    ) -> Tensor:
-        """The update [*batch, n].
+        self, outputs: Tensor, features: Mapping[str, Tensor], sight: Sight, memory: Params, layout: Layout
+    ) -> tuple[Tensor, Params]:
+        """The update [*batch, n] and the memory after it.
 
         Args:
             outputs: the network's, [outputs, *batch, n].
             features: each input's by its name, [size, *batch, n].
-            params: θ, [*batch, n].
-            step: the number of this update, counted from 1.
+            sight: gradient, θ, step and loss.
+            memory: the running values by name.
             layout: of the coordinates.
         """
 
@@ -52,10 +55,10 @@ class Additive(UpdateRule):
         self.step_size = step_size
 
     def forward(
-        self, outputs: Tensor, features: Mapping[str, Tensor], params: Tensor, step: Tensor, layout: Layout
-    ) -> Tensor:
+        self, outputs: Tensor, features: Mapping[str, Tensor], sight: Sight, memory: Params, layout: Layout
+    ) -> tuple[Tensor, Params]:
         """s·o."""
-        return self.step_size * outputs[0]
+        return self.step_size * outputs[0], memory
 
 
 class DirectionAndMagnitude(UpdateRule):
@@ -87,13 +90,67 @@ class DirectionAndMagnitude(UpdateRule):
         self.log_scale = nn.Parameter(torch.zeros(()))
 
     def forward(
-        self, outputs: Tensor, features: Mapping[str, Tensor], params: Tensor, step: Tensor, layout: Layout
-    ) -> Tensor:
+        self, outputs: Tensor, features: Mapping[str, Tensor], sight: Sight, memory: Params, layout: Layout
+    ) -> tuple[Tensor, Params]:
         """S_t·(d / RMS(d) − λ θ)."""
         direction = outputs[0] - features["rnnprop"][0] if self.needs else outputs[0]
         direction = normalise(direction * outputs[1].exp(), layout)
-        scale = self.step_size * torch.exp(10 * self.log_scale) / (1 + (step - 1).to(params.dtype) / self.horizon)
-        return scale * (direction - self.weight_decay * params)
+        steps = (sight.step - 1).to(direction.dtype)
+        scale = self.step_size * torch.exp(10 * self.log_scale) / (1 + steps / self.horizon)
+        return scale * (direction - self.weight_decay * sight.params), memory
+
+
+class Gated(UpdateRule):
+    """A forget gate on θ and an input gate on the gradient (Ravi and Larochelle 2017), each with a memory of itself.
+
+    θ' = f∘θ − i∘g with f = σ(o₀ + w_fθ θ + w_ff f₋ + b_f), i = σ(o₁ + w_iθ θ + w_ii i₋ + b_i), f₋ and i₋ the gates of
+    the step before (0 at first), so u = −(1 − f)∘θ − i∘g. 1 − f is computed as σ of the negative: f is near 1.
+
+    Args:
+        forget_bias: initial b_f; σ(5)^1000 = 0.001, σ(10)^1000 = 0.956.
+        input_bias: initial b_i; σ(−4) = 0.018 is the first rate.
+    """
+
+    outputs = 2
+    memory = ("forget", "input")
+
+    def __init__(self, forget_bias: float = 10.0, input_bias: float = -4.0) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.tensor([forget_bias, input_bias]))
+        self.weight_params = nn.Parameter(torch.zeros(2))
+        self.weight_gates = nn.Parameter(torch.zeros(2))
+
+    def forward(
+        self, outputs: Tensor, features: Mapping[str, Tensor], sight: Sight, memory: Params, layout: Layout
+    ) -> tuple[Tensor, Params]:
+        """−(1 − f)∘θ − i∘g."""
+        f, i = (
+            outputs[k] + self.weight_params[k] * sight.params + self.weight_gates[k] * memory[name] + self.bias[k]
+            for k, name in enumerate(self.memory)
+        )
+        gates = {"forget": torch.sigmoid(f), "input": torch.sigmoid(i)}
+        return -torch.sigmoid(-f) * sight.params - gates["input"] * sight.grads, gates
+
+
+class Bounded(UpdateRule):
+    """u = s·tanh o, in (−s, s) (RNNprop, Lv et al. 2017).
+
+    Args:
+        step_size: s > 0.
+    """
+
+    outputs = 1
+
+    def __init__(self, step_size: float = 0.1) -> None:
+        super().__init__()
+        above_0("bounded", step_size=step_size)
+        self.step_size = step_size
+
+    def forward(
+        self, outputs: Tensor, features: Mapping[str, Tensor], sight: Sight, memory: Params, layout: Layout
+    ) -> tuple[Tensor, Params]:
+        """s·tanh o."""
+        return self.step_size * torch.tanh(outputs[0]), memory
 
 
 def normalise(direction: Tensor, layout: Layout, eps: float = 1e-12) -> Tensor:
@@ -102,4 +159,9 @@ def normalise(direction: Tensor, layout: Layout, eps: float = 1e-12) -> Tensor:
     return torch.cat([part / (part.square().mean(-1, keepdim=True) + eps**2).sqrt() for part in parts], dim=-1)
 
 
-RULES: Mapping[str, type[UpdateRule]] = {"additive": Additive, "direction-and-magnitude": DirectionAndMagnitude}
+RULES: Mapping[str, type[UpdateRule]] = {
+    "additive": Additive,
+    "bounded": Bounded,
+    "gated": Gated,
+    "direction-and-magnitude": DirectionAndMagnitude,
+}

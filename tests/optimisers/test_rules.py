@@ -1,21 +1,29 @@
 """The update rules, against scalar oracles."""
 
+import math
+
 import laws
 import oracles
 import pytest
 import torch
-from implementations import RULES, normal
+from implementations import RULES, normal, seeded
 
-from l2lopt.optimisers.rules import Additive, DirectionAndMagnitude, normalise
+from l2lopt.optimisers.inputs import Sight
+from l2lopt.optimisers.rules import Additive, Bounded, DirectionAndMagnitude, Gated, normalise
 from l2lopt.types import Layout
 
 LAYOUT = Layout(("scalar", "matrix", "vector"), ((), (2, 2), (3,)))
 SIZES = (1, 4, 3)
 
 
-def apply(rule, outputs, nominal, params, step):
+def see(params, step, grads=None):
+    return Sight(torch.zeros_like(params) if grads is None else grads, params, torch.tensor(step), None)
+
+
+def apply(rule, outputs, nominal, params, step, grads=None):
     features = {"rnnprop": torch.stack([nominal, torch.full_like(nominal, 1e9)])}
-    return rule(outputs, features, params, torch.tensor(step), LAYOUT)
+    memory = {name: torch.zeros_like(params) for name in rule.memory}
+    return rule(outputs, features, see(params, step, grads), memory, LAYOUT)[0]
 
 
 def rolled_out(rule, oracle, step, tolerance=1e-13, **options):
@@ -27,6 +35,36 @@ def rolled_out(rule, oracle, step, tolerance=1e-13, **options):
 @pytest.mark.parametrize("step", [1, 40])
 def test_additive(step):
     rolled_out(Additive(0.3), oracles.additive, step, step_size=0.3)
+
+
+def test_bounded():
+    rolled_out(Bounded(0.3), oracles.bounded, 1, step_size=0.3)
+    huge = torch.tensor([[1e6, -1e6] * 4], dtype=torch.float64)
+    assert apply(Bounded(0.3), huge, huge[0], huge[0], 1).abs().eq(0.3).all()
+
+
+def test_gated_over_three_steps():
+    """Against scalar loops; the gates of one step enter those of the next."""
+    rule = seeded(Gated(1.0, -1.0))
+    phi = laws.as_lists(dict(rule.named_parameters()))
+    outputs, grads, theta = normal(3, 2, 8), normal(3, 8, seed=1), normal(8, seed=2)
+    memory, gates, wanted = dict.fromkeys(rule.memory, torch.zeros(8).double()), [(0.0, 0.0)] * 8, theta.tolist()
+    for step in range(3):
+        update, memory = rule(outputs[step], {}, see(theta, step + 1, grads[step]), memory, LAYOUT)
+        theta = theta + update
+        moved = [
+            oracles.gated(phi, *outputs[step, :, k].tolist(), float(grads[step, k]), wanted[k], gates[k])
+            for k in range(8)
+        ]
+        wanted, gates = [after for after, _ in moved], [gate for _, gate in moved]
+    laws.assert_close(theta, torch.tensor(wanted, dtype=torch.float64))
+
+
+def test_gated_with_its_default_biases_starts_as_slow_gradient_descent():
+    rule, grads, theta = Gated().double(), normal(8), normal(8, seed=1)
+    update = apply(rule, torch.zeros(2, 8).double(), theta, theta, 1, grads)
+    decay, rate = 1 / (1 + math.exp(10)), 1 / (1 + math.exp(4))
+    laws.assert_close(update, -decay * theta - rate * grads)
 
 
 @pytest.mark.parametrize("horizon", [64.0, 50.0])
@@ -43,7 +81,7 @@ def test_without_nominal_the_inputs_are_not_looked_at():
     rule = DirectionAndMagnitude(nominal=False).double()
     outputs, params = normal(2, 8), normal(8, seed=2)
     wanted = oracles.direction_and_magnitude(outputs.T.tolist(), [0.0] * 8, params.tolist(), 1, SIZES)
-    update = rule(outputs, {}, params, torch.tensor(1), LAYOUT)
+    update, _ = rule(outputs, {}, see(params, 1), {}, LAYOUT)
     laws.assert_close(update, torch.tensor(wanted, dtype=torch.float64), 1e-13)
 
 

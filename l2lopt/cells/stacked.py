@@ -1,0 +1,48 @@
+"""Cells on top of one another, as one cell: the two-layer optimiser of Andrychowicz et al. 2016 by composition."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from torch import Tensor, nn
+
+from l2lopt.cells.cell import Cell, CellState
+from l2lopt.errors import UserError
+
+
+class Stacked(Cell):
+    """Layer k's output is layer k + 1's input; the last one's is the stack's. The state's names are "<k>.<name>".
+
+    Args:
+        layers: cells whose sizes follow one another.
+    """
+
+    def __init__(self, layers: Sequence[Cell]) -> None:
+        if not layers:
+            raise UserError("stacked: layers", expected="at least 1", found="none", remedy="give a cell")
+        super().__init__(layers[0].input_size, layers[-1].hidden_size)
+        for below, above in pairwise(layers):
+            if below.hidden_size != above.input_size:
+                found, remedy = str(above.input_size), "make the sizes follow one another"
+                raise UserError("stacked: input_size", expected=str(below.hidden_size), found=found, remedy=remedy)
+        self.layers = nn.ModuleList(layers)
+
+    def initial_state(self, x: Tensor) -> CellState:
+        """The layers' initial states."""
+        state: CellState = {}
+        for index, layer in enumerate(self._cells()):
+            own = layer.initial_state(x)
+            state |= {f"{index}.{name}": value for name, value in own.items()}
+            x = x.new_zeros(layer.hidden_size, *x.shape[1:])
+        return state
+
+    def forward(self, x: Tensor, state: CellState) -> tuple[Tensor, CellState]:
+        """One time step through all layers."""
+        after: CellState = {}
+        for index, layer in enumerate(self._cells()):
+            own = {name.removeprefix(f"{index}."): v for name, v in state.items() if name.startswith(f"{index}.")}
+            x, own = layer(x, own)
+            after |= {f"{index}.{name}": value for name, value in own.items()}
+        return x, after
+
+    def _cells(self) -> list[Cell]:
+        return list(self.layers)  # type: ignore[arg-type]  # a ModuleList forgets what its modules are
