@@ -54,6 +54,7 @@ def meta_train(
     seed: Seed = None,
     device: Device = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier run in the folder.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where an interrupted run stands.")] = False,
 ) -> None:
     """Meta-train the optimiser that CONFIG describes; the run's folder is runs/<name of the config> by default."""
     from l2lopt import experiments
@@ -61,7 +62,12 @@ def meta_train(
     folder = run or Path("runs") / config.stem
     with _progress() as report:
         experiments.meta_train(
-            config, folder, changes=_changes(changes, seed, device), overwrite=overwrite, report=report
+            config,
+            folder,
+            changes=_changes(changes, seed, device),
+            overwrite=overwrite,
+            resume=resume,
+            report=report,
         )
     _left([folder / "optimiser.safetensors"])
 

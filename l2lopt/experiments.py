@@ -10,13 +10,21 @@ from typing import Any
 
 from l2lopt import config as configs
 from l2lopt import evaluation, meta_training, plotting, weights
+from l2lopt.checkpoint import CheckpointFile
 from l2lopt.config import Config
 from l2lopt.errors import UserError
 from l2lopt.evaluation import Evaluation
 from l2lopt.records import Records, existing, write_json, write_text, written_whole
 from l2lopt.types import Report, cpu_threads, silent
 
-_MADE = ("config.toml", "metrics.jsonl", "optimiser.safetensors", "evaluation.csv", "evaluation.json")
+_MADE = (
+    "config.toml",
+    "metrics.jsonl",
+    "checkpoint.safetensors",
+    "optimiser.safetensors",
+    "evaluation.csv",
+    "evaluation.json",
+)
 
 
 def meta_train(
@@ -25,6 +33,7 @@ def meta_train(
     *,
     changes: Sequence[str] = (),
     overwrite: bool = False,
+    resume: bool = False,
     report: Report = silent,
 ) -> Path:
     """Meta-trains the optimiser that a config describes.
@@ -36,6 +45,8 @@ def meta_train(
         run: the folder; it must be new or empty unless `overwrite`.
         changes: to the config, such as "unroll.length=200".
         overwrite: clear an earlier run's files away first.
+        resume: take an interrupted run of the same config up where its last checkpoint stands (or begin it); the end is
+            the same to the byte.
         report: progress.
 
     Raises:
@@ -43,9 +54,12 @@ def meta_train(
     """
     experiment = configs.build(configs.load(config, changes))
     settings = experiment.config
-    folder = _claim(Path(run), overwrite)
+    folder = _claim(Path(run), overwrite, resume)
+    work = settings.model_dump(mode="json", exclude={"evaluation", "label"})
+    checkpoint = CheckpointFile(folder / "checkpoint.safetensors", work)
+    kept = checkpoint.load()
     write_text(folder / "config.toml", configs.dump(settings))
-    with closing(Records(folder)) as records, cpu_threads(settings.threads):
+    with closing(Records(folder, kept[0]["update"] if kept else -1)) as records, cpu_threads(settings.threads):
         result = meta_training.meta_train(
             experiment.optimiser,
             experiment.optimisee,
@@ -56,6 +70,7 @@ def meta_train(
             seed=settings.seed,
             records=records,
             report=report,
+            checkpoint=checkpoint,
         )
     facts = {
         "label": settings.name,
@@ -127,13 +142,15 @@ def demo(
     return evaluate(folder, report=report), plot(folder)
 
 
-def _claim(folder: Path, overwrite: bool) -> Path:
+def _claim(folder: Path, overwrite: bool, resume: bool) -> Path:
     """The folder, made if need be, without an earlier run's files."""
     if folder.exists() and not folder.is_dir():
         raise UserError(str(folder), expected="a folder", found="a file", remedy="choose another --run")
     if folder.exists() and any(folder.iterdir()):
+        if resume:
+            return folder
         if not overwrite:
-            remedy = "choose another --run, or pass --overwrite to replace it"
+            remedy = "choose another --run, or pass --resume to go on or --overwrite to replace it"
             raise UserError(str(folder), expected="a new or empty folder", found="an earlier run", remedy=remedy)
         for path in [*(folder / name for name in _MADE), *folder.glob("events.out.tfevents.*")]:
             path.unlink(missing_ok=True)

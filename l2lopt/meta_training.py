@@ -16,7 +16,9 @@ from pydantic import (
     model_validator,
 )
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
+from l2lopt.checkpoint import Checkpoint, NoCheckpoint
 from l2lopt.optimisee import Optimisee, Split, flat_loss
 from l2lopt.optimisers import Optimiser
 from l2lopt.optimisers.schedule import warm_up_cosine
@@ -85,6 +87,8 @@ class MetaTrainSettings(Settings):
     """The largest norm of the meta-gradient, which is a mean over the steps of an unroll."""
     batch: PositiveInt = 1
     """Runs unrolled for every meta-update, their gradients averaged."""
+    checkpoint_every: PositiveInt = 10
+    """Meta-updates between two checkpoints."""
     validate_every: PositiveInt = 40
     """Meta-updates between two validations; the optimiser of the best score is kept."""
 
@@ -113,6 +117,7 @@ class MetaTrained:
 class _Run(NamedTuple):
     """An inner run under way."""
 
+    number: int
     seed: int
     length: int
     layout: Layout
@@ -132,6 +137,7 @@ def meta_train(
     seed: int = 0,
     records: Recorder | None = None,
     report: Report = silent,
+    checkpoint: Checkpoint | None = None,
 ) -> MetaTrained:
     """Meta-trains `optimiser` in place; it ends with the meta-parameters of the best score.
 
@@ -149,12 +155,16 @@ def meta_train(
         seed: of the runs.
         records: where the figures go.
         report: progress.
+        checkpoint: where the place is kept, and taken up again where one is there: the end is the same to the bit.
     """
-    records = records or NoRecords()
+    records, checkpoint = records or NoRecords(), checkpoint or NoCheckpoint()
     meta_optimiser = torch.optim.Adam(optimiser.parameters(), lr=settings.rate)
     result = MetaTrained(_copy(optimiser.phi()))
     runs: list[_Run | None] = [None] * settings.batch
-    begun = 0
+    first, begun = 1, 0
+
+    def begin(index: int) -> _Run:
+        return _begin(optimiser, optimisee, unroll, unrolls, seed, index)
 
     def validate(update: int) -> None:
         value = score(optimiser)
@@ -163,12 +173,16 @@ def meta_train(
         if value < result.score:
             result.score, result.update, result.phi = value, update, _copy(optimiser.phi())
 
-    validate(0)
-    for update in range(1, settings.updates + 1):
+    kept = checkpoint.load()
+    if kept:
+        first, begun, runs = _take_up(kept, result, optimiser, meta_optimiser, begin)
+    else:
+        validate(0)
+    for update in range(first, settings.updates + 1):
         pieces: list[MetaGradient] = []
         for index, run in enumerate(runs):
             if run is None:
-                run = _begin(optimiser, optimisee, unroll, unrolls, seed, begun)
+                run = begin(begun)
                 begun += 1
             count = min(unrolls.truncation or run.length, run.length - run.done)
             piece = unroll(
@@ -194,6 +208,8 @@ def meta_train(
         report("meta-train", update, settings.updates, figures)
         if update % settings.validate_every == 0 or update == settings.updates:
             validate(update)
+        if update % settings.checkpoint_every == 0 or update == settings.updates:
+            checkpoint.save(*_place(update, begun, runs, result, optimiser, meta_optimiser))
     with torch.no_grad():
         for name, value in optimiser.phi().items():
             value.copy_(result.phi[name])
@@ -229,7 +245,73 @@ def _begin(
     layout = Layout.of(params)
     flat = layout.ravel(params)
     carry = Carry(flat, aux, optimiser.init(layout, like=flat))
-    return _Run(run_seed, settings.draw_length(generator("length", run_seed)), layout, 0, carry, unroll.init(carry))
+    return _Run(
+        index, run_seed, settings.draw_length(generator("length", run_seed)), layout, 0, carry, unroll.init(carry)
+    )
+
+
+def _place(
+    update: int,
+    begun: int,
+    runs: list[_Run | None],
+    result: MetaTrained,
+    optimiser: Optimiser,
+    meta_optimiser: torch.optim.Optimizer,
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """All that the meta-updates after `update` depend on, as facts and tensors."""
+    tensors = {f"best/{name}": value for name, value in result.phi.items()}
+    for name, parameter in optimiser.phi().items():
+        tensors[f"phi/{name}"] = parameter
+        tensors |= {f"adam/{name}/{key}": value for key, value in meta_optimiser.state[parameter].items()}
+    for index, run in enumerate(runs):
+        if run is not None:
+            leaves = pytree.tree_leaves((run.carry, run.estimate))
+            tensors |= {f"run/{index}/{number}": leaf for number, leaf in enumerate(leaves)}
+    facts = {
+        "update": update,
+        "begun": begun,
+        "runs": [None if run is None else {"number": run.number, "done": run.done} for run in runs],
+        "score": result.score,
+        "best_update": result.update,
+        "inner_steps": result.inner_steps,
+        "skipped": result.skipped,
+        "scores": list(result.scores.items()),
+    }
+    return facts, tensors
+
+
+def _take_up(
+    kept: tuple[dict[str, Any], dict[str, Tensor]],
+    result: MetaTrained,
+    optimiser: Optimiser,
+    meta_optimiser: torch.optim.Optimizer,
+    begin: Callable[[int], _Run],
+) -> tuple[int, int, list[_Run | None]]:
+    """Puts everything back as `_place` found it: the next update, the runs begun and the runs under way."""
+    facts, tensors = kept
+    result.score, result.update, result.skipped = facts["score"], facts["best_update"], facts["skipped"]
+    result.inner_steps, result.scores = facts["inner_steps"], dict(map(tuple, facts["scores"]))
+    with torch.no_grad():
+        for name, parameter in optimiser.phi().items():
+            parameter.copy_(tensors[f"phi/{name}"])
+            result.phi[name].copy_(tensors[f"best/{name}"])
+            prefix = f"adam/{name}/"
+            for key, value in tensors.items():
+                if key.startswith(prefix):
+                    # Adam keeps its step count on the CPU, the rest beside the parameter.
+                    own = value if value.dim() == 0 else value.to(parameter)
+                    meta_optimiser.state[parameter][key.removeprefix(prefix)] = own
+    runs: list[_Run | None] = []
+    for slot, place in enumerate(facts["runs"]):
+        if place is None:
+            runs.append(None)
+            continue
+        run = begin(place["number"])
+        leaves, structure = pytree.tree_flatten((run.carry, run.estimate))
+        found = [tensors[f"run/{slot}/{number}"].to(leaf.device) for number, leaf in enumerate(leaves)]
+        carry, estimate = pytree.tree_unflatten(found, structure)
+        runs.append(run._replace(done=place["done"], carry=carry, estimate=estimate))
+    return facts["update"] + 1, facts["begun"], runs
 
 
 def _follow(

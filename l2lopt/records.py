@@ -24,13 +24,17 @@ class Records:
 
     Args:
         folder: the run's.
+        after: the last step that stands; what an interrupted run has recorded beyond it is dropped.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, after: int = -1) -> None:
         from torch.utils.tensorboard import SummaryWriter  # half a second that only a run needs
 
-        self._lines = (folder / "metrics.jsonl").open("a", encoding="utf-8")
-        self._board = SummaryWriter(str(folder), max_queue=1000)
+        path = folder / "metrics.jsonl"
+        if path.exists():
+            write_text(path, "".join(_standing(path, after)))
+        self._lines = path.open("a", encoding="utf-8")
+        self._board = SummaryWriter(str(folder), max_queue=1000, purge_step=after + 1)
 
     def write(self, stage: str, step: int, figures: Mapping[str, float]) -> None:
         """Appends {"stage", "step", figures…}; a figure that is not finite is null."""
@@ -91,6 +95,16 @@ def existing(path: Path, what: str, remedy: str) -> Path:
         found = "a folder" if path.is_dir() else "nothing"
         raise UserError(str(path), expected=what, found=found, remedy=remedy)
     return path
+
+
+def _standing(path: Path, after: int) -> Iterator[str]:
+    """The lines up to step `after`; a kill may have cut the last one short."""
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            if json.loads(line)["step"] <= after:
+                yield line
+        except ValueError:
+            return
 
 
 def _finite(value: Any) -> Any:

@@ -1,17 +1,14 @@
 """Learned optimisers as safetensors files; the header says how to build the optimiser. Nothing is unpickled."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from torch import Tensor
 
-from l2lopt import optimisers
+from l2lopt import optimisers, store
 from l2lopt.errors import UserError
 from l2lopt.optimisers import Optimiser
-from l2lopt.records import existing, written_whole
 
 VERSION = 1
 """Of the file's layout: the header's one key `l2lopt` holds {"version", "optimiser", "training"} as JSON."""
@@ -32,10 +29,7 @@ def save(optimiser: Optimiser, path: str | Path, training: Mapping[str, Any] | N
         remedy = "build it with l2lopt.optimisers.make"
         raise UserError("save", expected="an optimiser with a description", found="none", remedy=remedy)
     header = {"version": VERSION, "optimiser": dict(optimiser.description), "training": dict(training or {})}
-    tensors = {name: value.detach().cpu().contiguous() for name, value in optimiser.phi().items()}
-    with written_whole(Path(path)) as temporary:
-        # One key: the order of several would differ from one process to the next, and with it the file's bytes.
-        save_file(tensors, temporary, metadata={"l2lopt": json.dumps(header, sort_keys=True)})
+    store.write(Path(path), "l2lopt", header, optimiser.phi())
 
 
 def header(path: str | Path) -> dict[str, Any]:
@@ -68,23 +62,9 @@ def load(path: str | Path) -> Optimiser:
     return optimiser
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    existing(path, "a weights file", "meta-train first: l2lopt meta-train CONFIG")
-    try:
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-    except (SafetensorError, OSError) as error:
-        remedy = "get or make the file again"
-        raise UserError(str(path), expected="a whole safetensors file", found=str(error), remedy=remedy) from None
-    try:
-        read = json.loads(metadata["l2lopt"])
-    except (KeyError, json.JSONDecodeError):
-        remedy = "give a file that l2lopt meta-train has written"
-        raise UserError(str(path), expected="a learned optimiser", found="other tensors", remedy=remedy) from None
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    read, tensors = store.read(path, "l2lopt", "a learned optimiser", "give a file that l2lopt meta-train has written")
     if read.get("version") != VERSION:
-        remedy = "use the release of l2lopt that wrote it"
-        raise UserError(
-            str(path), expected=f"file layout {VERSION}", found=f"layout {read.get('version')}", remedy=remedy
-        )
+        found, remedy = f"layout {read.get('version')}", "use the release of l2lopt that wrote it"
+        raise UserError(str(path), expected=f"file layout {VERSION}", found=found, remedy=remedy)
     return read, tensors

@@ -44,6 +44,7 @@ def test_the_demo_leaves_everything(run):
     assert names - events == {
         "config.toml",
         "metrics.jsonl",
+        "checkpoint.safetensors",
         "optimiser.safetensors",
         "evaluation.csv",
         "evaluation.json",

@@ -1,0 +1,76 @@
+"""Checkpoints of long work: written by rename, taken up only by the work they came from."""
+
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from l2lopt import store
+from l2lopt.errors import UserError
+
+
+class Checkpoint(Protocol):
+    """Where long work keeps its place."""
+
+    def save(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Keeps the place, in the stead of the last one."""
+
+    def load(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+        """The place last kept, or None."""
+
+
+class NoCheckpoint:
+    """The `Checkpoint` that keeps nothing."""
+
+    def save(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Nothing."""
+
+    def load(self) -> None:
+        """Nothing is kept."""
+
+
+class CheckpointFile:
+    """A `Checkpoint` in a safetensors file.
+
+    Args:
+        path: of the file.
+        work: what the work is, as nested tables; a checkpoint of other work, or of another version of l2lopt or
+            PyTorch, is refused with what differs.
+    """
+
+    def __init__(self, path: Path, work: Mapping[str, Any]) -> None:
+        self.path = path
+        self.work = flat({"l2lopt": version("l2lopt"), "torch": torch.__version__, **work})
+
+    def save(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Writes the file by rename: a kill at any moment leaves this place or the last."""
+        store.write(self.path, "l2lopt.checkpoint", {"work": self.work, "facts": dict(facts)}, tensors)
+
+    def load(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+        """The place last kept, or None without a file.
+
+        Raises:
+            UserError: for a damaged file, or one of other work.
+        """
+        if not self.path.exists():
+            return None
+        header, tensors = store.read(self.path, "l2lopt.checkpoint", "a checkpoint", "remove it to begin anew")
+        theirs = header["work"]
+        differing = [key for key in {**theirs, **self.work} if theirs.get(key) != self.work.get(key)]
+        if differing:
+            expected = ", ".join(f"{key} = {theirs.get(key)}" for key in differing)
+            found = ", ".join(f"{key} = {self.work.get(key)}" for key in differing)
+            remedy = "put it back, or begin anew in another --run"
+            raise UserError(str(self.path), expected=expected, found=found, remedy=remedy)
+        return header["facts"], tensors
+
+
+def flat(table: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Nested tables as one, the keys joined by dots."""
+    result: dict[str, Any] = {}
+    for key, value in table.items():
+        result |= flat(value, f"{above}{key}.") if isinstance(value, Mapping) else {f"{above}{key}": value}
+    return result

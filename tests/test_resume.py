@@ -1,0 +1,131 @@
+"""A run that is killed and resumed ends as one that was not, to the byte."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from test_experiments import SMALL
+
+import l2lopt
+from l2lopt import config as configs
+from l2lopt.checkpoint import CheckpointFile, flat
+from l2lopt.errors import UserError
+
+LONGER = [*SMALL, "meta.updates=9", "meta.checkpoint_every=1", "meta.batch=2", "unroll.length=[4, 11]"]
+DEMO = configs.demo()
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing in the library catches it."""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return l2lopt.meta_train(DEMO, tmp_path_factory.mktemp("runs") / "whole", changes=LONGER)
+
+
+def killed(folder, moment, changes=LONGER, **options):
+    """Runs until the `moment`-th report, and no further."""
+    seen = []
+
+    def report(*event):
+        seen.append(event)
+        if len(seen) == moment:
+            raise Killed
+
+    with pytest.raises(Killed):
+        l2lopt.meta_train(DEMO, folder, changes=changes, report=report, **options)
+
+
+def files(folder):
+    return {name: (folder / name).read_bytes() for name in ("optimiser.safetensors", "metrics.jsonl", "config.toml")}
+
+
+@pytest.mark.parametrize("moments", [[1], [2], [5], [9], [1, 1, 1], [3, 2, 4]])
+def test_killed_and_resumed_equals_the_whole_run(whole, tmp_path, moments):
+    for attempt, moment in enumerate(moments):
+        killed(tmp_path / "run", moment, resume=attempt > 0)
+    l2lopt.meta_train(DEMO, tmp_path / "run", changes=LONGER, resume=True)
+    assert files(tmp_path / "run") == files(whole)
+
+
+def test_a_finished_run_resumed_stays_as_it_is(whole):
+    before = files(whole)
+    l2lopt.meta_train(DEMO, whole, changes=LONGER, resume=True)
+    assert files(whole) == before
+
+
+def test_sparse_checkpoints_resume_as_well(tmp_path):
+    changes = [*LONGER, "meta.checkpoint_every=4"]
+    whole = l2lopt.meta_train(DEMO, tmp_path / "whole", changes=changes)
+    killed(tmp_path / "run", 7, changes)
+    l2lopt.meta_train(DEMO, tmp_path / "run", changes=changes, resume=True)
+    assert files(tmp_path / "run") == files(whole)
+
+
+def test_a_line_cut_short_is_dropped(whole, tmp_path):
+    killed(tmp_path / "run", 4)
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"stage": "meta-tr')
+    l2lopt.meta_train(DEMO, tmp_path / "run", changes=LONGER, resume=True)
+    assert files(tmp_path / "run") == files(whole)
+
+
+def test_a_checkpoint_of_another_config_is_refused_with_what_differs(whole):
+    before = files(whole)
+    with pytest.raises(UserError, match=r"expected unroll\.truncation = 3, found unroll\.truncation = 2"):
+        l2lopt.meta_train(DEMO, whole, changes=[*LONGER, "unroll.truncation=2"], resume=True)
+    assert files(whole) == before
+
+
+def test_the_evaluation_may_change(whole):
+    before = files(whole)
+    l2lopt.meta_train(DEMO, whole, changes=[*LONGER, "evaluation.seeds=4"], resume=True)
+    assert files(whole)["optimiser.safetensors"] == before["optimiser.safetensors"]
+    l2lopt.meta_train(DEMO, whole, changes=LONGER, resume=True)
+    assert files(whole) == before
+
+
+def test_a_checkpoint_of_another_version_is_refused(tmp_path, monkeypatch):
+    CheckpointFile(tmp_path / "c.safetensors", {"a": 1}).save({}, {})
+    monkeypatch.setattr("l2lopt.checkpoint.version", lambda name: "99.0")
+    with pytest.raises(UserError, match=r"expected l2lopt = .*, found l2lopt = 99\.0"):
+        CheckpointFile(tmp_path / "c.safetensors", {"a": 1}).load()
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path):
+    path = tmp_path / "c.safetensors"
+    CheckpointFile(path, {"a": 1}).save({}, {})
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(UserError, match=r"expected a whole safetensors file.*remove it to begin anew"):
+        CheckpointFile(path, {"a": 1}).load()
+
+
+def test_nested_tables_become_one():
+    assert flat({"a": {"b": 1, "c": {"d": [2]}}, "e": 3}) == {"a.b": 1, "a.c.d": [2], "e": 3}
+
+
+@pytest.mark.slow
+def test_ten_real_kills(tmp_path):
+    """SIGKILL at ten random moments of a run of some seconds."""
+    changes = [*SMALL, "meta.updates=300", "meta.checkpoint_every=1", "meta.validate_every=25", "threads=1"]
+    sets = [part for change in changes for part in ("--set", change)]
+    command = [sys.executable, "-m", "l2lopt", "meta-train", str(DEMO), *sets, "--resume", "--run"]
+    subprocess.run([*command, str(tmp_path / "whole")], check=True, capture_output=True)
+    moments = random.Random(0)
+    checkpoint = tmp_path / "run" / "checkpoint.safetensors"
+    for _ in range(10):
+        before = checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
+        process = subprocess.Popen([*command, str(tmp_path / "run")], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        while process.poll() is None and not (checkpoint.exists() and checkpoint.stat().st_mtime_ns > before):
+            time.sleep(0.01)
+        time.sleep(moments.random() * 0.3)
+        assert process.poll() is None, "the run ended before it had been killed ten times"
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+    subprocess.run([*command, str(tmp_path / "run")], check=True, capture_output=True)
+    assert files(tmp_path / "run") == files(tmp_path / "whole")
