@@ -94,7 +94,7 @@ def zeros(size: int, x: Tensor) -> Tensor:
 
 def uniform(size: int, *shape: int) -> nn.Parameter:
     """A parameter drawn from U(±1/√size), PyTorch's initial values for recurrent layers."""
-    return nn.Parameter(torch.empty(*shape).uniform_(-(size**-0.5), size**-0.5))
+    return nn.Parameter(torch.empty(shape).uniform_(-(size**-0.5), size**-0.5))
 
 
 def constant(present: bool, value: float, size: int) -> nn.Parameter | None:

@@ -35,8 +35,9 @@ def test_changes_nothing(cell):
 
 
 @each_cell
-def test_gradients_are_right(cell):
-    laws.assert_gradients_are_right(cell)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_gradients_are_right(cell, batch):
+    laws.assert_gradients_are_right(cell, batch, steps=3)
 
 
 @each_cell
