@@ -137,7 +137,7 @@ def fastgrnn_core(phi, z, a, x, state):
     return h, {"h": h}
 
 
-def inherited(phi, x, state, *, highway, core, diagonal=False, gamma_on="h"):
+def simplified(phi, x, state, *, highway, core, diagonal=False, gamma_on="h"):
     """The core on v = x + α∘F (IRC) or v = (1−g)∘x + g∘F, g = σ(W_G x + Γ h + b_G) (IHC); F = U_V h or ω_V∘h."""
     h, N = state["h"], len(x)
     U = phi["highway.feedback.weight_h"]
@@ -184,8 +184,8 @@ CORES = {
     "t-lstm": t_lstm_core,
     "fastgrnn": fastgrnn_core,
 }
-INHERITED = {
-    f"{highway}-{name}": partial(inherited, highway=highway, core=core, diagonal=name in ("sru", "t-lstm"))
+SIMPLIFIED = {
+    f"{highway}-{name}": partial(simplified, highway=highway, core=core, diagonal=name in ("sru", "t-lstm"))
     for highway in ("irc", "ihc")
     for name, core in CORES.items()
 }
@@ -203,11 +203,11 @@ CELLS = {
     "t-lstm with gate bias": t_lstm,
     "fastgrnn": fastgrnn,
     "fastgrnn with gate bias": fastgrnn,
-    **INHERITED,
-    **{f"{name} with gate bias": oracle for name, oracle in INHERITED.items()},
-    **{f"{name} without gate input": oracle for name, oracle in INHERITED.items() if name.startswith("ihc")},
-    **{f"{name} uvh": partial(oracle, gamma_on="uvh") for name, oracle in INHERITED.items() if name.startswith("ihc")},
-    "ihc-lstm uvh without gate input": partial(INHERITED["ihc-lstm"], gamma_on="uvh"),
+    **SIMPLIFIED,
+    **{f"{name} with gate bias": oracle for name, oracle in SIMPLIFIED.items()},
+    **{f"{name} without gate input": oracle for name, oracle in SIMPLIFIED.items() if name.startswith("ihc")},
+    **{f"{name} uvh": partial(oracle, gamma_on="uvh") for name, oracle in SIMPLIFIED.items() if name.startswith("ihc")},
+    "ihc-lstm uvh without gate input": partial(SIMPLIFIED["ihc-lstm"], gamma_on="uvh"),
     "coupled-gru": coupled_gru,
     "coupled-gru siamese": partial(coupled_gru, coupled=False),
 }

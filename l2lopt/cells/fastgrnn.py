@@ -1,4 +1,4 @@
-"""The FastGRNN of Table I (Kuo et al., IJCNN 2020), and the core of its inherited forms."""
+"""The FastGRNN of Table I, eqs. 45-47 (Kuo et al., IJCNN 2020), and its simplified core (48-51)."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Inherited cells: a highway makes v from x and h, a core makes the next state from v and x (Kuo et al., IJCNN 2020).
+"""Simplified cells: a highway makes v from x and h, a core makes the next state from v and x (Kuo et al., IJCNN 2020).
 
 The gates of these cells see v alone, and the candidate a = W_A x sees the raw x: the memory must receive something
 unlike itself. Any core goes with any highway; `irc` and `ihc` put them together.
@@ -59,7 +59,7 @@ class Feedback(nn.Module):
 
 
 class Residual(nn.Module):
-    """The inherited residual connection (IRC): v = x + α∘F(h), α = σ(raw). N numbers beside the feedback's.
+    """The input residual connection (IRC), eq. 15: v = x + α∘F(h), α = σ(raw). N numbers beside the feedback's.
 
     Args:
         input_size: N.
@@ -79,7 +79,7 @@ class Residual(nn.Module):
 
 
 class Highway(nn.Module):
-    """The inherited highway connection (IHC): g = σ(W_G x + Γ h + b_G); v = (1−g)∘x + g∘F(h).
+    """The input highway connection (IHC), eqs. 52-53: g = σ(W_G x + Γ h + b_G); v = (1−g)∘x + g∘F(h).
 
     Beside the feedback's, N² + N numbers for W_G and b_G, and NM for Γ. The paper prints Γ as [M, N], which cannot
     be multiplied with h: it is [N, M].
@@ -117,7 +117,7 @@ class Highway(nn.Module):
         return (1 - g) * x + g * back
 
 
-class Inherited(Cell):
+class Simplified(Cell):
     """A core behind a highway: v from x and h, then the core's step on v and x.
 
     Args:
@@ -145,7 +145,7 @@ def irc(name: str, core: type[Core]) -> Callable[..., Cell]:
         if core.diagonal:
             same_size(name, input_size, hidden_size)
         highway = Residual(input_size, hidden_size, core.diagonal)
-        return Inherited(input_size, hidden_size, highway, core(input_size, hidden_size, gate_bias))
+        return Simplified(input_size, hidden_size, highway, core(input_size, hidden_size, gate_bias))
 
     return make
 
@@ -163,6 +163,6 @@ def ihc(name: str, core: type[Core]) -> Callable[..., Cell]:
         if core.diagonal:
             same_size(name, input_size, hidden_size)
         highway = Highway(input_size, hidden_size, core.diagonal, gate_input, gamma_on)
-        return Inherited(input_size, hidden_size, highway, core(input_size, hidden_size, gate_bias))
+        return Simplified(input_size, hidden_size, highway, core(input_size, hidden_size, gate_bias))
 
     return make

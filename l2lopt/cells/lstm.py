@@ -1,4 +1,4 @@
-"""The long short-term memory of Table I, eqs. 4-7 (Kuo et al., IJCNN 2020), and the core of its inherited forms."""
+"""The long short-term memory of Table I, eqs. 18-21 (Kuo et al., IJCNN 2020), and its simplified core (22-26)."""
 
 import torch
 from torch import Tensor

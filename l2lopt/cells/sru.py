@@ -1,4 +1,4 @@
-"""The simple recurrent unit of Table I (Kuo et al., IJCNN 2020), and the core of its inherited forms."""
+"""The simple recurrent unit of Table I, eqs. 27-30 (Kuo et al., IJCNN 2020), and its simplified core (31-35)."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""The strongly typed LSTM of Table I (Kuo et al., IJCNN 2020), and the core of its inherited forms."""
+"""The strongly typed LSTM of Table I, eqs. 36-39 (Kuo et al., IJCNN 2020), and its simplified core (40-44)."""
 
 import torch
 from torch import Tensor

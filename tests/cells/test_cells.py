@@ -110,22 +110,43 @@ def test_parameter_count_of_the_papers_models(name, layers, expected):
 
 
 @pytest.mark.parametrize(
-    ("last", "plain", "inherited", "saved"),
+    ("plain", "simplified", "layers", "saved"),
+    [
+        ("gru", "irc-gru", TWO_LAYERS, "33.4%"),
+        ("t-lstm", "irc-t-lstm", TWO_LAYERS, "50.0%"),
+        ("fastgrnn", "irc-fastgrnn", TWO_LAYERS, "25.0%"),
+        ("fastgrnn", "irc-fastgrnn", TWO_LAYERS[:1], "25.0%"),
+        ("sru", "irc-sru", SRU_LAYERS, "0.06%"),
+    ],
+)
+def test_reductions_of_table_2(plain, simplified, layers, saved):
+    decimals = len(saved.partition(".")[2]) - 1
+    assert f"{1 - count(simplified, *layers) / count(plain, *layers):.{decimals}%}" == saved
+
+
+def test_gamma_is_n_by_m():
+    """As U_V; the paper prints M by N."""
+    shapes = {name: tuple(value.shape) for name, value in cells.make("ihc-lstm", 3, 5).named_parameters()}
+    assert shapes["highway.gamma"] == shapes["highway.feedback.weight_h"] == (3, 5)
+
+
+@pytest.mark.parametrize(
+    ("last", "plain", "simplified", "saved"),
     [((400, 1150), 24_853_800, 15_099_450, 0.392), ((1150, 400), 20_200_800, 16_262_700, 0.195)],
     ids=["as printed", "as built"],
 )
-def test_the_papers_language_models_count_the_last_layer_as_400_to_1150(last, plain, inherited, saved):
+def test_the_papers_language_models_count_the_last_layer_as_400_to_1150(last, plain, simplified, saved):
     counts = [count(name, *LANGUAGE_MODEL[:2], last) for name in ("lstm", "ihc-lstm")]
-    assert counts == [plain, inherited]
+    assert counts == [plain, simplified]
     assert abs(1 - counts[1] / counts[0] - saved) < 5e-4
 
 
 def test_the_papers_draw_takes_gamma_as_n_by_n_on_what_is_fed_back():
     """0.42M, 85.4 % fewer; under eq. 53 it is 83.0 %."""
     for gamma_on, expected, saved in (("uvh", 420_100, 0.854), ("h", 490_100, 0.830)):
-        inherited = count("ihc-lstm", *DRAW, gamma_on=gamma_on)
-        assert inherited == expected
-        assert abs(1 - inherited / count("lstm", *DRAW) - saved) < 5e-4
+        simplified = count("ihc-lstm", *DRAW, gamma_on=gamma_on)
+        assert simplified == expected
+        assert abs(1 - simplified / count("lstm", *DRAW) - saved) < 5e-4
 
 
 def test_parameter_count_of_the_options():
@@ -236,7 +257,7 @@ def test_the_new_and_the_kept_share_are_the_same_gru_with_the_gates_sign_turned(
 
 @pytest.mark.parametrize("name", ["t-lstm", "irc-t-lstm"])
 def test_what_the_t_lstm_remembers_beside_c(name):
-    """Table I's keeps x_{t−1}; the inherited one keeps h_{t−1} (eq. 40), not x_{t−1} as the authors' code has it."""
+    """Table I's keeps x_{t−1}; the simplified one keeps h_{t−1} (eq. 40), not x_{t−1} as the authors' code has it."""
     cell, x = seeded(cells.make(name, 3, 3)), normal(3, 5)
     h, state = cell(x, cell.initial_state(x))
     remembered = {"t-lstm": ("x", x), "irc-t-lstm": ("h", h)}[name]
