@@ -61,8 +61,8 @@ def cell(name: str, **options: Any) -> Any:
     return partial(cells.make, name, 3, 3 if name in SQUARE else 4, **options)
 
 
-GATE_BIASED = [name for name in cells.CELLS if name not in ("rnn", "gru", "lstm")]
-IHCS = [name for name in cells.CELLS if name.startswith("ihc")]
+IHCS = [name for name in cells.CELLS if name.startswith("ihc-")]
+GATE_BIASED = ["sru", "t-lstm", "fastgrnn", *(name for name in cells.CELLS if name.startswith("irc-")), *IHCS]
 CELLS = {
     **{name: cell(name) for name in cells.CELLS},
     "rnn relu": cell("rnn", activation="relu"),
