@@ -29,9 +29,57 @@ def seeded(module: nn.Module, seed: int = 0, scale: float = 0.5) -> nn.Module:
     return module
 
 
+SQUARE = ("sru", "irc-sru", "ihc-sru", "irc-t-lstm", "ihc-t-lstm")
+"""The cells that need N = M."""
+
+
+class Paired(nn.Module):
+    """A cell on pairs as one on single columns: the features of the left, then those of the right."""
+
+    def __init__(self, name: str, input_size: int, hidden_size: int, **options: Any) -> None:
+        super().__init__()
+        self.cell, self.input_size = cells.make(name, input_size, hidden_size, **options), 2 * input_size
+
+    def initial_state(self, x: Tensor) -> cells.CellState:
+        return {name: self.joined(value) for name, value in self.cell.initial_state(self.split(x)).items()}
+
+    def forward(self, x: Tensor, state: cells.CellState) -> Any:
+        h, state = self.cell(self.split(x), {name: self.split(value) for name, value in state.items()})
+        return self.joined(h), {name: self.joined(value) for name, value in state.items()}
+
+    @staticmethod
+    def split(x: Tensor) -> Tensor:
+        return x.unflatten(0, (2, -1)).movedim(0, 1)
+
+    @staticmethod
+    def joined(x: Tensor) -> Tensor:
+        return x.movedim(1, 0).flatten(0, 1)
+
+
+def cell(name: str, **options: Any) -> Any:
+    """The factory of a small cell, N = M where the cell needs it."""
+    return partial(cells.make, name, 3, 3 if name in SQUARE else 4, **options)
+
+
+IHCS = [name for name in cells.CELLS if name.startswith("ihc-")]
+GATE_BIASED = ["sru", "t-lstm", "fastgrnn", *(name for name in cells.CELLS if name.startswith("irc-")), *IHCS]
 CELLS = {
-    "lstm": partial(cells.LSTM, 3, 4),
-    "stacked": partial(cells.stacked, 3, 4),
+    **{name: cell(name) for name in cells.CELLS},
+    "rnn relu": cell("rnn", activation="relu"),
+    **{
+        f"gru {update} {reset} {biases}": cell("gru", update=update, reset=reset, biases=biases)
+        for update in ("new", "kept")
+        for reset in ("before", "after")
+        for biases in ("none", "one", "two")
+    },
+    "gru new with gate bias": cell("gru", gate_bias=True),
+    "gru kept with gate bias": cell("gru", update="kept", gate_bias=True),
+    **{f"{name} with gate bias": cell(name, gate_bias=True) for name in GATE_BIASED},
+    **{f"{name} without gate input": cell(name, gate_input=False) for name in IHCS},
+    **{f"{name} uvh": cell(name, gamma_on="uvh") for name in IHCS},
+    "ihc-lstm uvh without gate input": cell("ihc-lstm", gamma_on="uvh", gate_input=False),
+    "coupled-gru": partial(Paired, "coupled-gru", 3, 4),
+    "coupled-gru siamese": partial(Paired, "coupled-gru", 3, 4, coupled=False),
 }
 INPUTS = {
     "log-and-sign": inputs.LogAndSign,

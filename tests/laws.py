@@ -94,15 +94,20 @@ def assert_cell_changes_nothing(cell: Any) -> None:
     assert_same(arguments, before)
 
 
-def assert_gradients_are_right(cell: Any) -> None:
-    """Of all outputs with respect to the input, the state and every parameter, against finite differences."""
-    x, state = columns(cell, 2)
+def assert_gradients_are_right(cell: Any, batch: int, steps: int) -> None:
+    """Of all outputs along `steps` with respect to inputs, state and every parameter, against finite differences."""
+    state = columns(cell, batch)[1]
+    xs = normal(steps, cell.input_size, batch, seed=13)
     phi = {name: value.detach() for name, value in cell.named_parameters()}
-    leaves, structure = pytree.tree_flatten((phi, x, state))
+    leaves, structure = pytree.tree_flatten((phi, xs, state))
 
     def function(*leaves: Tensor) -> tuple[Tensor, ...]:
-        phi, x, state = pytree.tree_unflatten(leaves, structure)
-        return tuple(pytree.tree_leaves(functional_call(cell, phi, (x, state))))
+        phi, xs, state = pytree.tree_unflatten(leaves, structure)
+        outputs = []
+        for x in xs:
+            h, state = functional_call(cell, phi, (x, state))
+            outputs.append(h)
+        return torch.stack(outputs), *state.values()
 
     assert torch.autograd.gradcheck(function, [leaf.clone().requires_grad_() for leaf in leaves])
 

@@ -1,6 +1,7 @@
 """Float64 oracles written from the definitions: scalar loops in Python, and `torch.func` for meta-gradients."""
 
 import math
+from functools import partial
 
 import torch
 
@@ -36,7 +37,193 @@ def stacked(phi, x, state):
     return x, after
 
 
-CELLS = {"lstm": lstm, "stacked": stacked}
+def lists(values, M):
+    """Rows of M each."""
+    return [values[k : k + M] for k in range(0, len(values), M)]
+
+
+def matrix(W, x):
+    """W x, row by row."""
+    return affine([0.0] * len(W), (W, x))
+
+
+def extra(phi, name, M):
+    """The bias of that name, 0 where there is none."""
+    return phi.get(name, [0.0] * M)
+
+
+def rnn(phi, x, state, *, activation):
+    """h' = f(W x + U h + b)."""
+    h = [activation(z) for z in affine(phi["bias"], (phi["weight_x"], x), (phi["weight_h"], state["h"]))]
+    return h, {"h": h}
+
+
+def gru(phi, x, state, *, update="new", reset="before"):
+    """Table I, eqs. 1-3: i, r = σ(W x + U h + b); a = tanh(W_A x + U_A (r∘h) + b_A); h' = (1−i)∘h + i∘a."""
+    h, M = state["h"], len(state["h"])
+    W, U = lists(phi["weight_x"], M), lists(phi["weight_h"], M)
+    b, b_h = (lists(phi.get(name, [0.0] * 3 * M), M) for name in ("bias", "bias_h"))
+    r, i = ([sum(z) for z in zip(affine(b[g], (W[g], x), (U[g], h)), b_h[g], strict=True)] for g in (0, 1))
+    r = [sigmoid(z) for z in r]
+    i = [sigmoid(z + extra(phi, "gate_bias", M)[k]) for k, z in enumerate(i)]
+    if reset == "before":
+        back = affine(b_h[2], (U[2], [r[k] * h[k] for k in range(M)]))
+    else:
+        back = [r[k] * z for k, z in enumerate(affine(b_h[2], (U[2], h)))]
+    a = [math.tanh(z + back[k]) for k, z in enumerate(affine(b[2], (W[2], x)))]
+    new = i if update == "new" else [1 - share for share in i]
+    h = [(1 - new[k]) * h[k] + new[k] * a[k] for k in range(M)]
+    return h, {"h": h}
+
+
+def sru(phi, x, state):
+    """Table I: f, p = σ(W x + ω∘c + b); a = W_A x; c' = f∘c + (1−f)∘a; h' = p∘c' + (1−p)∘x."""
+    M, c = len(state["c"]), state["c"]
+    z, omega, b = matrix(phi["weight_x"], x), phi["weight_c"], phi["bias"]
+    f = [sigmoid(z[k] + omega[k] * c[k] + b[k] + extra(phi, "gate_bias", M)[k]) for k in range(M)]
+    p = [sigmoid(z[M + k] + omega[M + k] * c[k] + b[M + k] + extra(phi, "highway_bias", M)[k]) for k in range(M)]
+    c = [f[k] * c[k] + (1 - f[k]) * z[2 * M + k] for k in range(M)]
+    return [p[k] * c[k] + (1 - p[k]) * x[k] for k in range(M)], {"c": c}
+
+
+def t_lstm(phi, x, state):
+    """Table I: f, o = σ(W x_t + U x_{t−1} + b), a the same without σ; c' = f∘c + (1−f)∘a; h' = o∘c'."""
+    M, c = len(state["c"]), state["c"]
+    z = lists(affine(phi["bias"], (phi["weight_x"], x), (phi["weight_before"], state["x"])), M)
+    f = [sigmoid(z[0][k] + extra(phi, "gate_bias", M)[k]) for k in range(M)]
+    c = [f[k] * c[k] + (1 - f[k]) * z[2][k] for k in range(M)]
+    return [sigmoid(z[1][k]) * c[k] for k in range(M)], {"x": x, "c": c}
+
+
+def fastgrnn(phi, x, state):
+    """Table I: f = σ(W_F x + U_F h + b_F); a = tanh(W_A x + U_A h + b_A); h' = f∘h + (β(1−f) + κ)∘a."""
+    h, M = state["h"], len(state["h"])
+    f, a = lists(affine(phi["bias"], (phi["weight_x"], x), (phi["weight_h"], h)), M)
+    f = [sigmoid(f[k] + extra(phi, "gate_bias", M)[k]) for k in range(M)]
+    beta, kappa = sigmoid(phi["beta"]), sigmoid(phi["kappa"])
+    h = [f[k] * h[k] + (beta * (1 - f[k]) + kappa) * math.tanh(a[k]) for k in range(M)]
+    return h, {"h": h}
+
+
+def gru_core(phi, z, a, x, state):
+    """i, r = σ(W v); h' = (1−i)∘h + i∘(r∘a)."""
+    M = len(a)
+    i = [sigmoid(z[0][k] + extra(phi, "core.gate_bias", M)[k]) for k in range(M)]
+    h = [(1 - i[k]) * state["h"][k] + i[k] * sigmoid(z[1][k]) * a[k] for k in range(M)]
+    return h, {"h": h}
+
+
+def lstm_core(phi, z, a, x, state):
+    """f, i, o = σ(W v); c' = f∘c + i∘a; h' = o∘tanh c'."""
+    M = len(a)
+    f = [sigmoid(z[0][k] + extra(phi, "core.gate_bias", M)[k]) for k in range(M)]
+    c = [f[k] * state["c"][k] + sigmoid(z[1][k]) * a[k] for k in range(M)]
+    h = [sigmoid(z[2][k]) * math.tanh(c[k]) for k in range(M)]
+    return h, {"h": h, "c": c}
+
+
+def sru_core(phi, z, a, x, state):
+    """f, p = σ(W v); c' = f∘c + (1−f)∘a; h' = p∘c' + (1−p)∘x."""
+    M = len(a)
+    f = [sigmoid(z[0][k] + extra(phi, "core.gate_bias", M)[k]) for k in range(M)]
+    p = [sigmoid(z[1][k] + extra(phi, "core.highway_bias", M)[k]) for k in range(M)]
+    c = [f[k] * state["c"][k] + (1 - f[k]) * a[k] for k in range(M)]
+    h = [p[k] * c[k] + (1 - p[k]) * x[k] for k in range(M)]
+    return h, {"h": h, "c": c}
+
+
+def t_lstm_core(phi, z, a, x, state):
+    """f, o = σ(W v); c' = f∘c + (1−f)∘a; h' = o∘c'."""
+    M = len(a)
+    f = [sigmoid(z[0][k] + extra(phi, "core.gate_bias", M)[k]) for k in range(M)]
+    c = [f[k] * state["c"][k] + (1 - f[k]) * a[k] for k in range(M)]
+    h = [sigmoid(z[1][k]) * c[k] for k in range(M)]
+    return h, {"h": h, "c": c}
+
+
+def fastgrnn_core(phi, z, a, x, state):
+    """f = σ(W_F v); h' = f∘h + β(1−f)∘a."""
+    M, beta = len(a), sigmoid(phi["core.beta"])
+    f = [sigmoid(z[0][k] + extra(phi, "core.gate_bias", M)[k]) for k in range(M)]
+    h = [f[k] * state["h"][k] + beta * (1 - f[k]) * a[k] for k in range(M)]
+    return h, {"h": h}
+
+
+def simplified(phi, x, state, *, highway, core, diagonal=False, gamma_on="h"):
+    """The core on v = x + α∘F (IRC) or v = (1−g)∘x + g∘F, g = σ(W_G x + Γ h + b_G) (IHC); F = U_V h or ω_V∘h."""
+    h, N = state["h"], len(x)
+    U = phi["highway.feedback.weight_h"]
+    back = [math.tanh(U[k]) * h[k] for k in range(N)] if diagonal else matrix(U, h)
+    if highway == "irc":
+        v = [x[k] + sigmoid(phi["highway.alpha"][k]) * back[k] for k in range(N)]
+    else:
+        gate = matrix(phi["highway.gamma"], h if gamma_on == "h" else back)
+        if "highway.weight_g" in phi:
+            from_x = affine(phi["highway.bias_g"], (phi["highway.weight_g"], x))
+            gate = [gate[k] + from_x[k] for k in range(N)]
+        v = [(1 - sigmoid(gate[k])) * x[k] + sigmoid(gate[k]) * back[k] for k in range(N)]
+    return core(phi, lists(matrix(phi["core.weight_v"], v), len(h)), matrix(phi["core.weight_x"], x), x, state)
+
+
+def coupled_gru(phi, x, state, *, coupled=True):
+    """Compagnon et al. 2021; x and h are left's numbers, then right's."""
+    phi = {name.removeprefix("cell."): value for name, value in phi.items()}
+    M, sides = len(state["h"]) // 2, []
+    b, b_h = lists(phi["bias"], M), lists(phi["bias_h"], M)
+    W, U = lists(phi["weight_x"], M), lists(phi["weight_h"], M)
+    for side, h in zip(lists(x, len(x) // 2), lists(state["h"], M), strict=True):
+        from_x, from_h = ([affine(c[g], (A[g], y)) for g in range(3)] for c, A, y in ((b, W, side), (b_h, U, h)))
+        r, z = ([sigmoid(from_x[g][k] + from_h[g][k]) for k in range(M)] for g in (0, 1))
+        n = [math.tanh(from_x[2][k] + r[k] * from_h[2][k]) for k in range(M)]
+        sides.append((h, z, n, affine(b_h[3], (U[3], h)) if coupled else None))
+    new = []
+    for (h, z, n, mine), (_, _, other, theirs) in (sides, sides[::-1]):
+        c = [sigmoid(mine[k] + theirs[k]) if coupled else 0.0 for k in range(M)]
+        new += [z[k] * h[k] + (1 - z[k]) * ((1 - c[k]) * n[k] + c[k] * other[k]) for k in range(M)]
+    return new, {"h": new}
+
+
+GRUS = {
+    f"gru {update} {reset} {biases}": partial(gru, update=update, reset=reset)
+    for update in ("new", "kept")
+    for reset in ("before", "after")
+    for biases in ("none", "one", "two")
+}
+CORES = {
+    "gru": gru_core,
+    "lstm": lstm_core,
+    "sru": sru_core,
+    "t-lstm": t_lstm_core,
+    "fastgrnn": fastgrnn_core,
+}
+SIMPLIFIED = {
+    f"{highway}-{name}": partial(simplified, highway=highway, core=core, diagonal=name in ("sru", "t-lstm"))
+    for highway in ("irc", "ihc")
+    for name, core in CORES.items()
+}
+CELLS = {
+    "rnn": partial(rnn, activation=math.tanh),
+    "rnn relu": partial(rnn, activation=lambda z: max(z, 0.0)),
+    "gru": gru,
+    **GRUS,
+    "gru new with gate bias": gru,
+    "gru kept with gate bias": partial(gru, update="kept"),
+    "lstm": lstm,
+    "stacked": stacked,
+    "sru": sru,
+    "sru with gate bias": sru,
+    "t-lstm": t_lstm,
+    "t-lstm with gate bias": t_lstm,
+    "fastgrnn": fastgrnn,
+    "fastgrnn with gate bias": fastgrnn,
+    **SIMPLIFIED,
+    **{f"{name} with gate bias": oracle for name, oracle in SIMPLIFIED.items()},
+    **{f"{name} without gate input": oracle for name, oracle in SIMPLIFIED.items() if name.startswith("ihc")},
+    **{f"{name} uvh": partial(oracle, gamma_on="uvh") for name, oracle in SIMPLIFIED.items() if name.startswith("ihc")},
+    "ihc-lstm uvh without gate input": partial(SIMPLIFIED["ihc-lstm"], gamma_on="uvh"),
+    "coupled-gru": coupled_gru,
+    "coupled-gru siamese": partial(coupled_gru, coupled=False),
+}
 """Name → (φ, x, state) → (h, state), all lists of one column."""
 
 

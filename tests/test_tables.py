@@ -119,8 +119,8 @@ def test_did_you_mean_names_a_known_name_or_all(name, known):
 @pytest.mark.parametrize(
     ("registered", "tested"),
     [
-        (cells.CELLS, implementations.CELLS),
-        (cells.CELLS, oracles.CELLS),
+        (cells.CELLS | cells.PAIR_CELLS, implementations.CELLS),
+        (cells.CELLS | cells.PAIR_CELLS, oracles.CELLS),
         (optimisers.OPTIMISERS, implementations.OPTIMISERS),
         (optimisers.INPUTS, implementations.INPUTS),
         (optimisers.RULES, implementations.RULES),

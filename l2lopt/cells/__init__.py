@@ -1,12 +1,23 @@
-"""Recurrent cells, one file each. `make(name, input_size, hidden_size, **options)` builds one by name."""
+"""Recurrent cells, a file per family. `make(name, input_size, hidden_size, **options)` builds one by name.
+
+The equations, the counts of parameters and what the papers print otherwise: `README.md` beside this file.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
 from l2lopt import tables
 from l2lopt.cells.cell import Cell, CellState
-from l2lopt.cells.lstm import LSTM
+from l2lopt.cells.coupled_gru import CoupledGRU
+from l2lopt.cells.fastgrnn import FastGRNN, FastGRNNCore
+from l2lopt.cells.gru import GRU, GRUCore
+from l2lopt.cells.highway import Core, ihc, irc
+from l2lopt.cells.initial_values import authors
+from l2lopt.cells.lstm import LSTM, LSTMCore
+from l2lopt.cells.rnn import RNN
+from l2lopt.cells.sru import SRU, SRUCore
 from l2lopt.cells.stacked import Stacked
+from l2lopt.cells.t_lstm import TLSTM, TLSTMCore
 from l2lopt.tables import Choice
 
 
@@ -16,18 +27,57 @@ def stacked(input_size: int, hidden_size: int, cell: Choice = "lstm", layers: in
     return Stacked([build(cell, n, hidden_size) for n in sizes[:layers]])
 
 
-CELLS: dict[str, Callable[..., Cell]] = {"lstm": LSTM, "stacked": stacked}
+CORES: dict[str, type[Core]] = {
+    "gru": GRUCore,
+    "lstm": LSTMCore,
+    "sru": SRUCore,
+    "t-lstm": TLSTMCore,
+    "fastgrnn": FastGRNNCore,
+}
+CELLS: dict[str, Callable[..., Cell]] = {
+    "rnn": RNN,
+    "gru": GRU,
+    "lstm": LSTM,
+    "sru": SRU,
+    "t-lstm": TLSTM,
+    "fastgrnn": FastGRNN,
+    **{f"irc-{name}": irc(f"irc-{name}", core) for name, core in CORES.items()},
+    **{f"ihc-{name}": ihc(f"ihc-{name}", core) for name, core in CORES.items()},
+    "stacked": stacked,
+}
+"""Whatever takes any number of columns that do not see each other."""
+PAIR_CELLS: dict[str, Callable[..., Cell]] = {"coupled-gru": CoupledGRU}
+"""Those whose columns come in pairs, x [N, 2, ...]: no cells of an optimiser, whose coordinates do not."""
 
 
 def make(name: str, input_size: int, hidden_size: int, **options: Any) -> Cell:
     """The cell called `name`; an unknown name or option is a `UserError` that lists the known ones."""
-    return build({"name": name, **options}, input_size, hidden_size)
+    table = CELLS | PAIR_CELLS
+    cell: Cell = tables.make(table, "cell", name, input_size=input_size, hidden_size=hidden_size, **options)
+    return cell
 
 
 def build(choice: Choice, input_size: int, hidden_size: int) -> Cell:
-    """The cell of a choice: a name, or a mapping of name and options."""
+    """The cell of a choice: a name in `CELLS`, or a mapping of name and options."""
     cell: Cell = tables.build(CELLS, "cell", choice, input_size=input_size, hidden_size=hidden_size)
     return cell
 
 
-__all__ = ["CELLS", "LSTM", "Cell", "CellState", "Stacked", "build", "make", "stacked"]
+__all__ = [
+    "CELLS",
+    "GRU",
+    "LSTM",
+    "PAIR_CELLS",
+    "RNN",
+    "SRU",
+    "TLSTM",
+    "Cell",
+    "CellState",
+    "CoupledGRU",
+    "FastGRNN",
+    "Stacked",
+    "authors",
+    "build",
+    "make",
+    "stacked",
+]

@@ -1,6 +1,7 @@
 """The contract of a recurrent cell: one time step, features on the first axis."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import TypeAlias
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from l2lopt.errors import UserError
 
 CellState: TypeAlias = dict[str, Tensor]
-"""Name → [M, ...]: what the cell hands from one time step to the next."""
+"""Name → [size, ...]: what the cell hands from one time step to the next."""
 
 
 class Cell(nn.Module, ABC):
@@ -20,22 +21,49 @@ class Cell(nn.Module, ABC):
     Args:
         input_size: N, features of the input.
         hidden_size: M, features of the output.
+        state: name → size of what the cell remembers.
     """
 
-    def __init__(self, input_size: int, hidden_size: int) -> None:
+    def __init__(self, input_size: int, hidden_size: int, state: Mapping[str, int]) -> None:
         super().__init__()
         for name, size in (("input_size", input_size), ("hidden_size", hidden_size)):
             if size < 1:
                 raise UserError(f"cell: {name}", expected="at least 1", found=str(size), remedy="give a positive size")
         self.input_size, self.hidden_size = input_size, hidden_size
+        self.state_sizes = dict(state)
 
-    @abstractmethod
     def initial_state(self, x: Tensor) -> CellState:
-        """The state before the first step, for columns like those of x [N, ...]."""
+        """The state before the first step, zero, for columns like those of x [N, ...]."""
+        self.check(x)
+        return {name: zeros(size, x) for name, size in self.state_sizes.items()}
 
     @abstractmethod
     def forward(self, x: Tensor, state: CellState) -> tuple[Tensor, CellState]:
         """One time step: x [N, ...] and the state to the output [M, ...] and the next state; neither is changed."""
+
+    def check(self, x: Tensor, state: CellState | None = None) -> None:
+        """Refuses an x that is not [N, ...] and a state whose columns are not those of x: it looks at shapes alone."""
+        if not x.dim() or x.shape[0] != self.input_size:
+            found, remedy = f"shape {tuple(x.shape)}", "put the features first: x.movedim(-1, 0) if they are last"
+            raise UserError("cell: x", expected=f"{self.input_size} features on axis 0", found=found, remedy=remedy)
+        if state is None:
+            return
+        shapes = {name: tuple(value.shape) for name, value in state.items()}
+        wanted = {name: (size, *x.shape[1:]) for name, size in self.state_sizes.items()}
+        if shapes != wanted:
+            remedy = "start with the cell's initial_state(x)"
+            raise UserError("cell: state", expected=f"shapes {wanted}", found=str(shapes), remedy=remedy)
+
+
+def same_size(name: str, input_size: int, hidden_size: int) -> None:
+    """Refuses N ≠ M for a cell that adds inputs and states element by element."""
+    if input_size != hidden_size:
+        raise UserError(
+            f"cell {name!r}",
+            expected="input_size = hidden_size",
+            found=f"input_size {input_size} and hidden_size {hidden_size}",
+            remedy="make them equal, for instance by a linear layer in front",
+        )
 
 
 def affine(bias: Tensor | None, *products: tuple[Tensor, Tensor]) -> Tensor:
@@ -49,6 +77,16 @@ def affine(bias: Tensor | None, *products: tuple[Tensor, Tensor]) -> Tensor:
     return total.view(total.shape[0], *shape)
 
 
+def column(vector: Tensor, x: Tensor) -> Tensor:
+    """`vector` [M] as [M, 1, ...], to meet x [M, ...]."""
+    return vector.reshape(-1, *(1,) * (x.dim() - 1))
+
+
+def shifted(x: Tensor, bias: Tensor | None) -> Tensor:
+    """The sum of x [M, ...] and a bias [M], if there is one."""
+    return x if bias is None else x + column(bias, x)
+
+
 def zeros(size: int, x: Tensor) -> Tensor:
     """A state of zeros [size, ...] for the columns of x [N, ...]."""
     return x.new_zeros(size, *x.shape[1:])
@@ -56,4 +94,9 @@ def zeros(size: int, x: Tensor) -> Tensor:
 
 def uniform(size: int, *shape: int) -> nn.Parameter:
     """A parameter drawn from U(±1/√size), PyTorch's initial values for recurrent layers."""
-    return nn.Parameter(torch.empty(*shape).uniform_(-(size**-0.5), size**-0.5))
+    return nn.Parameter(torch.empty(shape).uniform_(-(size**-0.5), size**-0.5))
+
+
+def constant(present: bool, value: float, size: int) -> nn.Parameter | None:
+    """A trainable bias [size] that starts at `value`, or none."""
+    return nn.Parameter(torch.full((size,), value)) if present else None

@@ -1,9 +1,10 @@
-"""The long short-term memory of Table I, eqs. 4-7 (Kuo et al., IJCNN 2020)."""
+"""The long short-term memory of Table I, eqs. 18-21 (Kuo et al., IJCNN 2020), and its simplified core (22-26)."""
 
 import torch
 from torch import Tensor
 
-from l2lopt.cells.cell import Cell, CellState, affine, uniform, zeros
+from l2lopt.cells.cell import Cell, CellState, affine, shifted, uniform
+from l2lopt.cells.highway import Core
 
 
 class LSTM(Cell):
@@ -18,19 +19,36 @@ class LSTM(Cell):
     """
 
     def __init__(self, input_size: int, hidden_size: int) -> None:
-        super().__init__(input_size, hidden_size)
+        super().__init__(input_size, hidden_size, {"h": hidden_size, "c": hidden_size})
         self.weight_x = uniform(hidden_size, 4 * hidden_size, input_size)
         self.weight_h = uniform(hidden_size, 4 * hidden_size, hidden_size)
         self.bias = uniform(hidden_size, 4 * hidden_size)
 
-    def initial_state(self, x: Tensor) -> CellState:
-        """The state h = c = 0."""
-        return {"h": zeros(self.hidden_size, x), "c": zeros(self.hidden_size, x)}
-
     def forward(self, x: Tensor, state: CellState) -> tuple[Tensor, CellState]:
         """One time step; the output is h'."""
+        self.check(x, state)
         gates = affine(self.bias, (self.weight_x, x), (self.weight_h, state["h"]))
         i, f, a, o = gates.chunk(4)
-        c = torch.sigmoid(f) * state["c"] + torch.sigmoid(i) * torch.tanh(a)
-        h = torch.sigmoid(o) * torch.tanh(c)
-        return h, {"h": h, "c": c}
+        return _remember(f, i, o, torch.tanh(a), state["c"])
+
+
+class LSTMCore(Core):
+    """f, i, o = σ(W v); a = W_A x; c' = f∘c + i∘a; h' = o∘tanh c'.
+
+    `weight_v` [3M, N] holds the rows f, i, o. 4MN numbers; with the IRC 4MN + NM + N, with the IHC 6MN + N² + N.
+    `gate_bias` adds to f a bias that starts at 1.
+    """
+
+    gates = 3
+    state = ("h", "c")
+
+    def forward(self, v: Tensor, x: Tensor, state: CellState) -> tuple[Tensor, CellState]:
+        """One time step; the output is h'."""
+        f, i, o = affine(None, (self.weight_v, v)).chunk(3)
+        return _remember(shifted(f, self.gate_bias), i, o, affine(None, (self.weight_x, x)), state["c"])
+
+
+def _remember(f: Tensor, i: Tensor, o: Tensor, a: Tensor, c: Tensor) -> tuple[Tensor, CellState]:
+    c = torch.sigmoid(f) * c + torch.sigmoid(i) * a
+    h = torch.sigmoid(o) * torch.tanh(c)
+    return h, {"h": h, "c": c}

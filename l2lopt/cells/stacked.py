@@ -19,24 +19,17 @@ class Stacked(Cell):
     def __init__(self, layers: Sequence[Cell]) -> None:
         if not layers:
             raise UserError("stacked: layers", expected="at least 1", found="none", remedy="give a cell")
-        super().__init__(layers[0].input_size, layers[-1].hidden_size)
+        state = {f"{index}.{name}": n for index, cell in enumerate(layers) for name, n in cell.state_sizes.items()}
+        super().__init__(layers[0].input_size, layers[-1].hidden_size, state)
         for below, above in pairwise(layers):
             if below.hidden_size != above.input_size:
                 found, remedy = str(above.input_size), "make the sizes follow one another"
                 raise UserError("stacked: input_size", expected=str(below.hidden_size), found=found, remedy=remedy)
         self.layers = nn.ModuleList(layers)
 
-    def initial_state(self, x: Tensor) -> CellState:
-        """The layers' initial states."""
-        state: CellState = {}
-        for index, layer in enumerate(self._cells()):
-            own = layer.initial_state(x)
-            state |= {f"{index}.{name}": value for name, value in own.items()}
-            x = x.new_zeros(layer.hidden_size, *x.shape[1:])
-        return state
-
     def forward(self, x: Tensor, state: CellState) -> tuple[Tensor, CellState]:
         """One time step through all layers."""
+        self.check(x, state)
         after: CellState = {}
         for index, layer in enumerate(self._cells()):
             own = {name.removeprefix(f"{index}."): v for name, v in state.items() if name.startswith(f"{index}.")}

@@ -1,12 +1,14 @@
-"""Recurrent cells: the laws of the contract, the printed equations, PyTorch's own cell."""
+"""Recurrent cells: the laws of the contract, the printed equations, the papers' counts, PyTorch's own cells."""
+
+import re
 
 import laws
 import oracles
 import pytest
 import torch
-from implementations import CELLS, normal, seeded
+from implementations import CELLS, GATE_BIASED, SQUARE, normal, seeded
 
-from l2lopt import cells
+from l2lopt import cells, optimisers
 from l2lopt.errors import UserError
 
 each_cell = pytest.mark.parametrize("cell", [pytest.param(seeded(make()), id=name) for name, make in CELLS.items()])
@@ -35,8 +37,9 @@ def test_changes_nothing(cell):
 
 
 @each_cell
-def test_gradients_are_right(cell):
-    laws.assert_gradients_are_right(cell)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_gradients_are_right(cell, batch):
+    laws.assert_gradients_are_right(cell, batch, steps=3)
 
 
 @each_cell
@@ -44,19 +47,155 @@ def test_maps(cell):
     laws.assert_cell_maps(cell)
 
 
+def count(name, *sizes, **options):
+    """Trainable numbers of layers of the given (input, hidden) sizes."""
+    layers = [cells.make(name, *size, **options) for size in sizes]
+    return sum(parameter.numel() for layer in layers for parameter in layer.parameters())
+
+
+FORMULAS = {
+    "rnn": lambda N, M: M * N + M * M + M,
+    "gru": lambda N, M: 3 * (M * N + M * M + M),
+    "lstm": lambda N, M: 4 * (M * N + M * M + M),
+    "sru": lambda N, M: 3 * M * N + 4 * M,
+    "t-lstm": lambda N, M: 3 * (2 * M * N + M),
+    "fastgrnn": lambda N, M: 2 * (M * N + M * M + M) + 2,
+    "irc-gru": lambda N, M: 3 * M * N + N * M + N,
+    "irc-lstm": lambda N, M: 4 * M * N + N * M + N,
+    "irc-sru": lambda N, M: 3 * M * N + N + M,
+    "irc-t-lstm": lambda N, M: 3 * M * N + N + M,
+    "irc-fastgrnn": lambda N, M: 2 * M * N + N * M + N + 1,
+    "ihc-gru": lambda N, M: 5 * M * N + N * N + N,
+    "ihc-lstm": lambda N, M: 6 * M * N + N * N + N,
+    "ihc-sru": lambda N, M: 4 * M * N + N * N + N + M,
+    "ihc-t-lstm": lambda N, M: 4 * M * N + N * N + N + M,
+    "ihc-fastgrnn": lambda N, M: 4 * M * N + N * N + N + 1,
+    "coupled-gru": lambda N, M: 3 * M * N + 4 * M * M + 7 * M,
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_parameter_count_is_table_1s_formula(name):
+    sizes = [(5, 5)] if name in SQUARE else [(3, 5), (7, 2)]
+    assert [count(name, size) for size in sizes] == [FORMULAS[name](*size) for size in sizes]
+
+
+L2L, DRAW, SRU_LAYERS = [(20, 20)], [(100, 800)], 3 * [(1150, 1150)]
+TWO_LAYERS, LANGUAGE_MODEL = 2 * [(650, 650)], [(400, 1150), (1150, 1150), (1150, 400)]
+
+
 @pytest.mark.parametrize(
-    ("name", "input_size", "hidden_size", "count"),
-    [("lstm", 20, 20, 3_280), ("lstm", 100, 800, 2_883_200), ("lstm", 3, 5, 4 * (5 * 3 + 5 * 5 + 5))],
+    ("name", "layers", "expected"),
+    [
+        ("lstm", L2L, 3_280),
+        ("ihc-lstm", L2L, 2_820),
+        ("lstm", DRAW, 2_883_200),
+        ("ihc-lstm", DRAW, 490_100),
+        ("gru", TWO_LAYERS, 5_073_900),
+        ("t-lstm", TWO_LAYERS, 5_073_900),
+        ("irc-gru", TWO_LAYERS, 3_381_300),
+        ("irc-t-lstm", TWO_LAYERS, 2_537_600),
+        ("fastgrnn", TWO_LAYERS, 3_382_604),
+        ("irc-fastgrnn", TWO_LAYERS, 2_536_302),
+        ("fastgrnn", TWO_LAYERS[:1], 1_691_302),
+        ("irc-fastgrnn", TWO_LAYERS[:1], 1_268_151),
+        ("sru", SRU_LAYERS, 11_916_300),
+        ("irc-sru", SRU_LAYERS, 11_909_400),
+        ("lstm", LANGUAGE_MODEL, 20_200_800),
+        ("ihc-lstm", LANGUAGE_MODEL, 16_262_700),
+    ],
 )
-def test_parameter_count(name, input_size, hidden_size, count):
-    cell = cells.make(name, input_size, hidden_size)
-    assert sum(parameter.numel() for parameter in cell.parameters()) == count
+def test_parameter_count_of_the_papers_models(name, layers, expected):
+    assert count(name, *layers) == expected
 
 
-@pytest.mark.parametrize(("name", "hidden_size"), [("lstm", 25)])
-def test_initial_values_lie_in_pytorchs_range(name, hidden_size):
-    values = torch.cat([parameter.detach().flatten() for parameter in cells.make(name, 7, hidden_size).parameters()])
-    assert 0.19 < values.abs().max() <= 0.2
+@pytest.mark.parametrize(
+    ("plain", "simplified", "layers", "saved"),
+    [
+        ("gru", "irc-gru", TWO_LAYERS, "33.4%"),
+        ("t-lstm", "irc-t-lstm", TWO_LAYERS, "50.0%"),
+        ("fastgrnn", "irc-fastgrnn", TWO_LAYERS, "25.0%"),
+        ("fastgrnn", "irc-fastgrnn", TWO_LAYERS[:1], "25.0%"),
+        ("sru", "irc-sru", SRU_LAYERS, "0.06%"),
+    ],
+)
+def test_reductions_of_table_2(plain, simplified, layers, saved):
+    decimals = len(saved.partition(".")[2]) - 1
+    assert f"{1 - count(simplified, *layers) / count(plain, *layers):.{decimals}%}" == saved
+
+
+def test_gamma_is_n_by_m():
+    """As U_V; the paper prints M by N."""
+    shapes = {name: tuple(value.shape) for name, value in cells.make("ihc-lstm", 3, 5).named_parameters()}
+    assert shapes["highway.gamma"] == shapes["highway.feedback.weight_h"] == (3, 5)
+
+
+@pytest.mark.parametrize(
+    ("last", "plain", "simplified", "saved"),
+    [((400, 1150), 24_853_800, 15_099_450, 0.392), ((1150, 400), 20_200_800, 16_262_700, 0.195)],
+    ids=["as printed", "as built"],
+)
+def test_the_papers_language_models_count_the_last_layer_as_400_to_1150(last, plain, simplified, saved):
+    counts = [count(name, *LANGUAGE_MODEL[:2], last) for name in ("lstm", "ihc-lstm")]
+    assert counts == [plain, simplified]
+    assert abs(1 - counts[1] / counts[0] - saved) < 5e-4
+
+
+def test_the_papers_draw_takes_gamma_as_n_by_n_on_what_is_fed_back():
+    """0.42M, 85.4 % fewer; under eq. 53 it is 83.0 %."""
+    for gamma_on, expected, saved in (("uvh", 420_100, 0.854), ("h", 490_100, 0.830)):
+        simplified = count("ihc-lstm", *DRAW, gamma_on=gamma_on)
+        assert simplified == expected
+        assert abs(1 - simplified / count("lstm", *DRAW) - saved) < 5e-4
+
+
+def test_parameter_count_of_the_options():
+    assert [count("gru", (3, 5), biases=biases) for biases in ("none", "one", "two")] == [120, 135, 150]
+    assert count("ihc-lstm", (3, 5), gate_input=False) == 6 * 15
+    assert count("ihc-lstm", (3, 5), gate_input=False, gamma_on="uvh") == 5 * 15 + 9
+    assert count("coupled-gru", (3, 5), coupled=False) == count("gru", (3, 5), biases="two")
+
+
+@pytest.mark.parametrize("name", ["gru", *GATE_BIASED])
+def test_gate_bias_adds_trainable_biases_at_one(name):
+    """+1 on a share that is kept, −1 on a share of the new state and on the SRU's share of c."""
+    plain, biased = (cells.make(name, 5, 5, gate_bias=on) for on in (False, True))
+    added = dict(biased.named_parameters()).keys() - dict(plain.named_parameters()).keys()
+    values = {key.removeprefix("core."): biased.get_parameter(key).tolist() for key in added}
+    sign = -1.0 if name.endswith("gru") else 1.0
+    assert values == {"gate_bias": [sign] * 5} | ({"highway_bias": [-1.0] * 5} if name.endswith("sru") else {})
+
+
+def test_gate_bias_of_a_kept_share_is_plus_one():
+    assert cells.make("gru", 3, 2, update="kept", gate_bias=True).get_parameter("gate_bias").tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("name", cells.CELLS | cells.PAIR_CELLS)
+def test_initial_values_lie_in_pytorchs_range(name):
+    cell = cells.make(name, 25, 25)
+    for key, parameter in cell.named_parameters():
+        assert parameter.abs().max() <= 0.2, key
+        assert parameter.numel() < 500 or parameter.abs().max() > 0.19, key
+    values = torch.cat([parameter.detach().flatten() for parameter in cell.parameters()])
+    assert abs(values.mean()) < 0.02
+
+
+@pytest.mark.parametrize("name", cells.CELLS)
+def test_the_authors_initial_values(name):
+    """α = 0.881, β = 0.731, κ = 0.018 and FastGRNN's matrices of standard deviation 0.1; the rest stays."""
+    cell = cells.make(name, 40, 40)
+    plain = {key: value.detach().clone() for key, value in cell.named_parameters()}
+    assert cells.authors(cell) is cell
+    for key, value in cell.named_parameters():
+        last = key.rpartition(".")[-1]
+        if last in ("alpha", "beta", "kappa"):
+            expected = {"alpha": 0.881, "beta": 0.731, "kappa": 0.018}[last]
+            laws.assert_close(torch.sigmoid(value.detach()), torch.full_like(value, expected), 1e-3 / expected)
+        elif name.endswith("fastgrnn") and value.dim() == 2:
+            assert value.std().item() == pytest.approx(0.1, rel=0.1)
+            assert value.abs().max() > 0.2
+        else:
+            laws.assert_same(value.detach(), plain[key])
 
 
 def test_lstm_is_torchs_with_the_two_biases_added():
@@ -78,7 +217,195 @@ def test_lstm_is_torchs_with_the_two_biases_added():
         laws.assert_close((h, state["h"], state["c"]), (expected[0].T, expected[0].T, expected[1].T))
 
 
+def torchs(theirs, **weights):
+    """PyTorch's cell in float64 with the given weights."""
+    theirs.double().load_state_dict({name: value.detach() for name, value in weights.items()})
+    return theirs
+
+
+def assert_equal_outputs(ours, theirs, x, h):
+    """Along x [T, N, ...]: our cell, features first, and PyTorch's, features last, with the one state h."""
+    state, expected = {"h": h}, h.T
+    for step in x:
+        h, state = ours(step, state)
+        expected = theirs(step.T, expected)
+        laws.assert_close((h, state["h"]), (expected.T, expected.T))
+
+
+def test_gru_kept_after_two_is_torchs():
+    ours = seeded(cells.GRU(3, 4, update="kept", reset="after", biases="two"))
+    weights = {"weight_ih": ours.weight_x, "weight_hh": ours.weight_h, "bias_ih": ours.bias, "bias_hh": ours.bias_h}
+    assert_equal_outputs(ours, torchs(torch.nn.GRUCell(3, 4), **weights), normal(6, 3, 8), normal(4, 8, seed=1))
+
+
+@pytest.mark.parametrize("activation", ["tanh", "relu"])
+def test_rnn_is_torchs_with_the_two_biases_added(activation):
+    ours, split = seeded(cells.RNN(3, 4, activation)), normal(4, seed=5)
+    weights = {"weight_ih": ours.weight_x, "weight_hh": ours.weight_h, "bias_ih": split, "bias_hh": ours.bias - split}
+    theirs = torchs(torch.nn.RNNCell(3, 4, nonlinearity=activation), **weights)
+    assert_equal_outputs(ours, theirs, normal(6, 3, 8), normal(4, 8, seed=1))
+
+
+def test_the_new_and_the_kept_share_are_the_same_gru_with_the_gates_sign_turned():
+    new, kept = seeded(cells.GRU(3, 4)), seeded(cells.GRU(3, 4, update="kept"))
+    with torch.no_grad():
+        for parameter in kept.parameters():
+            parameter[4:8] *= -1
+    x, state = laws.columns(new)
+    laws.assert_close(kept(x, state), new(x, state))
+
+
+@pytest.mark.parametrize("name", ["t-lstm", "irc-t-lstm"])
+def test_what_the_t_lstm_remembers_beside_c(name):
+    """Table I's keeps x_{t−1}; the simplified one keeps h_{t−1} (eq. 40), not x_{t−1} as the authors' code has it."""
+    cell, x = seeded(cells.make(name, 3, 3)), normal(3, 5)
+    h, state = cell(x, cell.initial_state(x))
+    remembered = {"t-lstm": ("x", x), "irc-t-lstm": ("h", h)}[name]
+    assert set(state) == {remembered[0], "c"}
+    laws.assert_same(state[remembered[0]], remembered[1])
+
+
+# Pairs
+
+
+def pairs(coupled=True):
+    return seeded(cells.make("coupled-gru", 3, 4, coupled=coupled)), normal(6, 3, 2, 5), normal(4, 2, 5, seed=1)
+
+
+def run(cell, xs, h):
+    outputs, state = [], {"h": h}
+    for x in xs:
+        h, state = cell(x, state)
+        laws.assert_same(state["h"], h)
+        outputs.append(h.detach())
+    return torch.stack(outputs)
+
+
+def test_exchanged_sides_give_exchanged_outputs():
+    cell, xs, h = pairs()
+    laws.assert_close(run(cell, xs.flip(2), h.flip(1)), run(cell, xs, h).flip(2))
+
+
+def test_equal_sides_give_equal_outputs():
+    """And those of one side alone, as c∘h̃ + (1−c)∘h̃ = h̃."""
+    cell, xs, h = pairs()
+    outputs = run(cell, xs[:, :, :1].expand(6, 3, 2, 5), h[:, :1].expand(4, 2, 5))
+    laws.assert_close(outputs[:, :, 0], outputs[:, :, 1])
+    single = seeded(cells.make("coupled-gru", 3, 4, coupled=False))
+    for name, parameter in single.named_parameters():
+        parameter.data = cell.get_parameter(name).detach()[:12]
+    laws.assert_close(run(single, xs[:, :, [0, 0]], h[:, [0, 0]]), outputs)
+
+
+@pytest.mark.parametrize("coupled", [True, False])
+def test_sides_see_each_other_only_when_coupled(coupled):
+    cell, xs, h = pairs(coupled)
+    other = xs.index_copy(2, torch.tensor([1]), normal(6, 3, 1, 5, seed=9))
+    difference = (run(cell, xs, h) - run(cell, other, h))[:, :, 0].abs().max()
+    assert difference > 1e-3 if coupled else difference == 0
+
+
+def test_siamese_is_torchs_gru_on_each_side():
+    ours, xs, h = pairs(coupled=False)
+    weights = {"weight_ih": ours.weight_x, "weight_hh": ours.weight_h, "bias_ih": ours.bias, "bias_hh": ours.bias_h}
+    theirs, outputs = torchs(torch.nn.GRUCell(3, 4), **weights), run(ours, xs, h)
+    for side in (0, 1):
+        expected = h[:, side].T
+        for x, output in zip(xs, outputs, strict=True):
+            expected = theirs(x[:, side].T, expected)
+            laws.assert_close(output[:, side], expected.detach().T)
+
+
+# As an optimiser's cell
+
+
+@pytest.mark.parametrize("name", cells.CELLS)
+def test_is_a_cell_of_the_coordinatewise_optimiser(name):
+    optimiser = seeded(optimisers.make("coordinatewise", cell=name, hidden_size=4))
+    laws.assert_batch_rows_are_separate_runs(optimiser)
+    laws.assert_permutes_with_its_coordinates(optimiser)
+
+
+def test_an_optimisers_cell_takes_its_options():
+    choice = {"name": "ihc-lstm", "gamma_on": "uvh", "gate_input": False, "gate_bias": True}
+    cell = optimisers.make("coordinatewise", cell=choice, hidden_size=4).cell
+    assert cell.get_parameter("highway.gamma").shape == (4, 4)
+    assert {name for name, _ in cell.named_parameters()} == {
+        "highway.feedback.weight_h",
+        "highway.gamma",
+        "core.weight_v",
+        "core.weight_x",
+        "core.gate_bias",
+    }
+
+
+def test_an_optimiser_takes_no_cell_on_pairs():
+    with pytest.raises(UserError, match="cell: expected a known name, found 'coupled-gru'"):
+        optimisers.make("coordinatewise", cell="coupled-gru")
+
+
+# Mistakes
+
+
 @pytest.mark.parametrize(("input_size", "hidden_size", "name"), [(0, 4, "input_size"), (3, -1, "hidden_size")])
 def test_sizes_are_positive(input_size, hidden_size, name):
     with pytest.raises(UserError, match=f"{name}: expected at least 1, found"):
         cells.make("lstm", input_size, hidden_size)
+
+
+@pytest.mark.parametrize("name", SQUARE)
+def test_sizes_must_be_equal(name):
+    with pytest.raises(UserError, match=f"cell '{name}': .*found input_size 3 and hidden_size 4; make them equal"):
+        cells.make(name, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("gru", {"update": "old"}, "cell 'gru': update: expected 'new' or 'kept', found 'old'"),
+        ("gru", {"reset": True}, "cell 'gru': reset: expected 'before' or 'after', found True"),
+        ("gru", {"biases": 2}, "cell 'gru': biases: expected 'none', 'one' or 'two', found 2"),
+        ("irc-lstm", {"gate_bias": "yes"}, "cell 'irc-lstm': gate_bias: expected a valid boolean, found 'yes'"),
+        ("irc-lstm", {"gate_input": True}, "cell 'irc-lstm': gate_input: expected a known key"),
+        ("ihc-lstm", {"gamma_on": "v"}, "cell 'ihc-lstm': gamma_on: expected 'h' or 'uvh', found 'v'"),
+        ("lstm", {"gate_bias": True}, "cell 'lstm': gate_bias: expected a known key"),
+        ("rnn", {"activation": "sine"}, "cell 'rnn': activation: expected 'tanh' or 'relu', found 'sine'"),
+        ("irc-grru", {}, "did you mean 'irc-gru'"),
+    ],
+)
+def test_unknown_options_are_refused(name, options, message):
+    with pytest.raises(UserError, match=message):
+        cells.make(name, 3, 4, **options)
+
+
+@pytest.mark.parametrize("name", cells.CELLS | cells.PAIR_CELLS)
+@pytest.mark.parametrize("shape", [(2, 3), (4, 2), ()], ids=["features last", "too many features", "no axis"])
+def test_inputs_of_another_size_are_refused(name, shape):
+    """Before the first step and in every step, with what was expected, what came and what to do."""
+    cell = cells.make(name, 3, 3)
+    state = cell.initial_state(torch.zeros(3, 2))
+    message = re.escape(
+        f"cell: x: expected 3 features on axis 0, found shape {shape}; put the features first: x.movedim"
+    )
+    for call in (cell.initial_state, lambda x: cell(x, state)):
+        with pytest.raises(UserError, match=message):
+            call(torch.zeros(shape))
+
+
+@pytest.mark.parametrize("name", cells.CELLS | cells.PAIR_CELLS)
+def test_states_of_another_shape_are_refused(name):
+    """Another batch (one that would broadcast, too), another rank, a missing entry and one too many."""
+    cell = cells.make(name, 3, 3)
+    state = cell.initial_state(torch.zeros(3, 2, 5))
+    one, rank = ({key: value[..., :size] for key, value in state.items()} for size in (1, 5))
+    rank = {key: value.flatten(1) for key, value in rank.items()}
+    for wrong in (one, rank, {}, state | {"more": torch.zeros(3, 2, 5)}):
+        with pytest.raises(UserError, match=r"cell: state: expected shapes \{.*; start with the cell's initial_state"):
+            cell(torch.zeros(3, 2, 5), wrong)
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 1, 5), (3, 5, 2)])
+def test_pairs_that_are_none_are_refused(shape):
+    x = torch.zeros(shape)
+    with pytest.raises(UserError, match=r"coupled-gru: x: expected \[N, 2, ...\], found shape .*stack left and right"):
+        cells.make("coupled-gru", 3, 4).initial_state(x)

@@ -1,0 +1,56 @@
+"""The coupled gated recurrent unit on pairs of sequences (Compagnon et al. 2021).
+
+"Sequence metric learning as synchronization of recurrent neural networks".
+"""
+
+import torch
+from torch import Tensor
+
+from l2lopt.cells.cell import Cell, CellState, affine, uniform
+from l2lopt.cells.gru import reset_after
+from l2lopt.errors import UserError
+
+
+class CoupledGRU(Cell):
+    """Two sequences, left and right, through the same weights; axis 1 of x [N, 2, ...] is the side.
+
+    For each side r, z = σ(W x + b + U h + b_h) and h̃ = tanh(W_n x + b_n + r∘(U_n h + b_hn)); together
+    c = σ(U_c (h^L + h^R) + 2 b_c), h̄^L = (1−c)∘h̃^L + c∘h̃^R and the mirror for R; h' = z∘h + (1−z)∘h̄.
+    b_c enters twice, once from each side. Exchanged sides give exchanged outputs, equal sides equal ones.
+
+    `weight_x` is W [3M, N] and `bias` is b [3M], the rows in PyTorch's order r, z, n; `weight_h` is U [4M, M] and
+    `bias_h` [4M], the rows r, z, n, c. 3MN + 4M² + 7M numbers, 3(MN + M² + 2M) uncoupled. Initial values U(±1/√M).
+
+    Args:
+        input_size: N.
+        hidden_size: M.
+        coupled: else c = 0, the siamese form, which is `torch.nn.GRUCell` on each side.
+    """
+
+    def __init__(self, input_size: int, hidden_size: int, coupled: bool = True) -> None:
+        super().__init__(input_size, hidden_size, {"h": hidden_size})
+        self.coupled, rows = coupled, 4 if coupled else 3
+        self.weight_x = uniform(hidden_size, 3 * hidden_size, input_size)
+        self.weight_h = uniform(hidden_size, rows * hidden_size, hidden_size)
+        self.bias = uniform(hidden_size, 3 * hidden_size)
+        self.bias_h = uniform(hidden_size, rows * hidden_size)
+
+    def check(self, x: Tensor, state: CellState | None = None) -> None:
+        """Refuses what is not a pair, too."""
+        super().check(x, state)
+        if x.dim() < 2 or x.shape[1] != 2:
+            remedy = "stack left and right on axis 1: torch.stack((left, right), 1)"
+            raise UserError("coupled-gru: x", expected="[N, 2, ...]", found=f"shape {tuple(x.shape)}", remedy=remedy)
+
+    def forward(self, x: Tensor, state: CellState) -> tuple[Tensor, CellState]:
+        """One time step: x [N, 2, ...] to the output h' [M, 2, ...]."""
+        self.check(x, state)
+        h = state["h"]
+        from_h = affine(self.bias_h, (self.weight_h, h))
+        z, candidate = reset_after(affine(self.bias, (self.weight_x, x)), from_h[: 3 * self.hidden_size])
+        if self.coupled:
+            c = torch.sigmoid(from_h[3 * self.hidden_size :].sum(1, keepdim=True))
+            candidate = (1 - c) * candidate + c * candidate.flip(1)
+        z = torch.sigmoid(z)
+        h = z * h + (1 - z) * candidate
+        return h, {"h": h}
