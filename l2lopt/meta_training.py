@@ -245,9 +245,8 @@ def _begin(
     layout = Layout.of(params)
     flat = layout.ravel(params)
     carry = Carry(flat, aux, optimiser.init(layout, like=flat))
-    return _Run(
-        index, run_seed, settings.draw_length(generator("length", run_seed)), layout, 0, carry, unroll.init(carry)
-    )
+    estimate = unroll.init(carry, optimiser.phi(), run_seed)
+    return _Run(index, run_seed, settings.draw_length(generator("length", run_seed)), layout, 0, carry, estimate)
 
 
 def _place(

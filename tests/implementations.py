@@ -124,6 +124,11 @@ EXACT_UNROLLS = {
     "taped, second order": (2, partial(unrolls.Taped, 2)),
 }
 """Label → (order, factory) of the unrolls that give the exact meta-gradient of that order."""
+ESTIMATORS = {
+    "es": partial(unrolls.EvolutionStrategies, 2),
+    "pes": partial(unrolls.EvolutionStrategies, 2, persistent=True),
+}
+"""Label → factory of the unrolls that give a random estimate."""
 UNROLLS = {label: make for label, (_, make) in EXACT_UNROLLS.items()}
 
 IMAGES = InMemory(normal(22, 2, 3, 3, seed=1), torch.arange(22) % 3, normal(9, 2, 3, 3, seed=2), torch.arange(9) % 3)

@@ -326,8 +326,8 @@ def together(results: list[Any]) -> Any:
 
 def in_pieces(unroll: Any, problem: Problem, length: int) -> list[Any]:
     """Calls of `length` steps each, the carry handed over."""
-    carry, state, results = problem.carry, unroll.init(problem.carry), []
-    for start in range(0, len(problem.steps), length):
+    carry, state, results = problem.carry, unroll.init(problem.carry, problem.phi, 7), []
+    for start in range(0, max(len(problem.steps), 1), length):
         result = unroll(problem.update, problem.loss, problem.phi, carry, problem.steps[start : start + length], state)
         carry, state = result.carry, result.state
         results.append(result)
@@ -335,7 +335,7 @@ def in_pieces(unroll: Any, problem: Problem, length: int) -> list[Any]:
 
 
 def run(unroll: Any, problem: Problem) -> Any:
-    (result,) = in_pieces(unroll, problem, max(len(problem.steps), 1)) or [unroll(*problem)]
+    (result,) = in_pieces(unroll, problem, max(len(problem.steps), 1))
     return result
 
 

@@ -99,6 +99,9 @@ def test_an_unroll_that_is_not_finite_is_counted_and_left_out(quadratic):
         def __init__(self):
             self.calls = 0
 
+        def init(self, carry, phi, seed):
+            return ()
+
         def __call__(self, update, loss, phi, carry, steps, state=()):
             self.calls += 1
             piece = Taped()(update, loss, phi, carry, steps, state)

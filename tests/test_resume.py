@@ -53,6 +53,15 @@ def test_killed_and_resumed_equals_the_whole_run(whole, tmp_path, moments):
     assert files(tmp_path / "run") == files(whole)
 
 
+@pytest.mark.parametrize("estimator", ["es", "pes"])
+def test_an_estimators_state_is_resumed(tmp_path, estimator):
+    changes = [*LONGER, f"unroll.estimator={{name='{estimator}', pairs=2}}", "meta.updates=5"]
+    whole = l2lopt.meta_train(DEMO, tmp_path / "whole", changes=changes)
+    killed(tmp_path / "run", 3, changes)
+    l2lopt.meta_train(DEMO, tmp_path / "run", changes=changes, resume=True)
+    assert files(tmp_path / "run") == files(whole)
+
+
 def test_a_finished_run_resumed_stays_as_it_is(whole):
     before = files(whole)
     l2lopt.meta_train(DEMO, whole, changes=LONGER, resume=True)

@@ -1,13 +1,18 @@
 """Ways to get a meta-gradient. `make(name, **options)` builds one by name."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from l2lopt import tables
+from l2lopt.unrolls.evolution import EvolutionStrategies, persistent_evolution_strategies
 from l2lopt.unrolls.taped import Taped
 from l2lopt.unrolls.unroll import MetaGradient, Unroll, UnrollState
 
-UNROLLS: Mapping[str, type[Unroll]] = {"taped": Taped}
+UNROLLS: Mapping[str, Callable[..., Unroll]] = {
+    "taped": Taped,
+    "es": EvolutionStrategies,
+    "pes": persistent_evolution_strategies,
+}
 
 
 def make(name: str, **options: Any) -> Unroll:
@@ -16,4 +21,4 @@ def make(name: str, **options: Any) -> Unroll:
     return unroll
 
 
-__all__ = ["UNROLLS", "MetaGradient", "Taped", "Unroll", "UnrollState", "make"]
+__all__ = ["UNROLLS", "EvolutionStrategies", "MetaGradient", "Taped", "Unroll", "UnrollState", "make"]

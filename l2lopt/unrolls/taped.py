@@ -39,6 +39,10 @@ class Taped(Unroll):
             raise UserError("truncation", expected="at least 1", found=str(truncation), remedy="change the value")
         self.order, self.truncation, self.objective = order, truncation, objective
 
+    def init(self, carry: Carry, phi: Params, seed: int) -> UnrollState:
+        """Nothing is kept."""
+        return ()
+
     def __call__(
         self, update: Update, loss: Loss, phi: Params, carry: Carry, steps: Iterable[Step], state: UnrollState = ()
     ) -> MetaGradient:

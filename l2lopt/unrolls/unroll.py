@@ -37,9 +37,15 @@ class MetaGradient:
 class Unroll(ABC):
     """A way to differentiate a run of inner steps with respect to φ."""
 
-    def init(self, carry: Carry) -> UnrollState:
-        """What the estimator keeps between calls; nothing unless it says otherwise."""
-        return ()
+    @abstractmethod
+    def init(self, carry: Carry, phi: Params, seed: int) -> UnrollState:
+        """What the estimator keeps between the calls of one run, a pytree whose structure stays.
+
+        Args:
+            carry: where the run starts.
+            phi: the meta-parameters.
+            seed: of all random numbers the estimator draws for this run.
+        """
 
     @abstractmethod
     def __call__(
