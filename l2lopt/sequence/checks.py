@@ -34,12 +34,12 @@ def check_layers(layers: Sequence[Sequence[Cell]]) -> None:
 
 
 def check_input(x: Tensor, input_size: int) -> None:
-    """Refuses inputs that are not [T, B, N] or [T, N].
+    """Refuses inputs that are not [T, *batch, N].
 
     Raises:
         UserError: for another rank or number of features.
     """
-    if x.dim() not in (2, 3):
+    if x.dim() < 2:
         expected, remedy = "[T, B, N] or, for one sequence, [T, N]", "reshape the input"
         raise UserError("input", expected=expected, found=f"shape {list(x.shape)}", remedy=remedy)
     if x.shape[-1] != input_size:

@@ -13,14 +13,12 @@ Lengths: TypeAlias = Sequence[int] | Tensor
 
 
 def check_lengths(lengths: Lengths, steps: int, batch: tuple[int, ...], device: torch.device) -> Tensor | None:
-    """`lengths` as a tensor [B] on `device`; None where every sequence has all the steps.
+    """`lengths` as a tensor [*batch] on `device`; None where every sequence has all the steps.
 
     Raises:
         UserError: for another number of lengths than sequences, a length that is no whole number or outside [0, T].
     """
-    given = (
-        lengths if isinstance(lengths, Tensor) else torch.tensor(list(lengths), dtype=None if lengths else torch.int64)
-    )
+    given = lengths if isinstance(lengths, Tensor) else torch.tensor(lengths, dtype=None if lengths else torch.int64)
     if not batch:
         remedy = "leave lengths out, or give x a batch axis"
         raise UserError(
@@ -31,12 +29,11 @@ def check_lengths(lengths: Lengths, steps: int, batch: tuple[int, ...], device: 
     if given.shape != batch:
         remedy = "give one length per sequence"
         raise UserError("lengths", expected=f"shape {list(batch)}", found=f"{list(given.shape)}", remedy=remedy)
-    numbers = given.tolist()
-    for index, length in enumerate(numbers):
-        if not 0 <= length <= steps:
-            where, remedy = f"lengths[{index}]", "cut the length, or pad x to the longest sequence"
-            raise UserError(where, expected=f"0 to T = {steps}", found=str(length), remedy=remedy)
-    return None if all(length == steps for length in numbers) else given.to(device)
+    for index in ((given < 0) | (given > steps)).nonzero().tolist()[:1]:
+        where, found = f"lengths{index}", str(given[tuple(index)].item())
+        remedy = "cut the length, or pad x to the longest sequence"
+        raise UserError(where, expected=f"0 to T = {steps}", found=found, remedy=remedy)
+    return None if bool((given == steps).all()) else given.to(device)
 
 
 def unpack(packed: PackedSequence) -> tuple[Tensor, Tensor]:

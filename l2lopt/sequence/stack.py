@@ -64,9 +64,10 @@ class Stack(nn.Module):
         """The outputs of the last layer and the final state of every cell.
 
         Args:
-            x: [T, B, N], [B, T, N] with `batch_first`, [T, N] for one sequence, or packed.
+            x: [T, B, N], [B, T, N] with `batch_first`, or packed. One sequence is [T, N]; further axes are a batch too,
+                [T, 2, B, N] or [2, B, T, N] for cells over pairs.
             state: the initial state, None for the cells' own.
-            lengths: steps of each sequence, [B] in [0, T]; outputs beyond them are zero.
+            lengths: steps of each sequence, x's batch axes, in [0, T]; outputs beyond them are zero.
             masks: the random numbers, see `draw_masks`; None draws them in `train` and has none in `eval`.
 
         Raises:
@@ -77,25 +78,25 @@ class Stack(nn.Module):
                 remedy = "leave lengths out"
                 raise UserError("lengths", expected="none with packed x, which has them", found="some", remedy=remedy)
             padded, own = unpack(x)
+            check_input(padded, self.input_size)
             output, final = self._run(padded, state, own, masks)
             return pack_like(x, output, own), final
-        swap = self.batch_first and x.dim() == 3
-        output, final = self._run(x.transpose(0, 1) if swap else x, state, lengths, masks)
-        return output.transpose(0, 1) if swap else output, final
+        check_input(x, self.input_size)
+        output, final = self._run(x.movedim(-2, 0) if self.batch_first else x, state, lengths, masks)
+        return output.movedim(0, -2) if self.batch_first else output, final
 
     def draw_masks(self, x: Tensor | PackedSequence, generator: torch.Generator | None = None) -> m.Masks:
         """Fresh masks for a call on x, of its shape, dtype and device, in either mode."""
         if isinstance(x, PackedSequence):
             x = unpack(x)[0]
-        elif self.batch_first and x.dim() == 3:
-            x = x.transpose(0, 1)
+        elif self.batch_first:
+            x = x.movedim(-2, 0)
         return self._draw(x, generator)
 
     def _run(
         self, x: Tensor, state: StackState | None, lengths: Lengths | None, masks: Mapping[str, Tensor] | None
     ) -> tuple[Tensor, StackState]:
         """The call with time first."""
-        check_input(x, self.input_size)
         steps, *batch = x.shape[:-1]
         alive = None if lengths is None else check_lengths(lengths, steps, tuple(batch), x.device)
         if masks is None:

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 
-from l2lopt.cells import LSTM, Cell
+from l2lopt import cells
+from l2lopt.cells import Cell
 from l2lopt.errors import UserError
 from l2lopt.sequence.stack import Stack
 
@@ -48,12 +48,34 @@ def _weights(module: nn.RNNBase, suffix: str) -> dict[str, Tensor]:
 
 def _lstm(module: nn.RNNBase, weights: dict[str, Tensor]) -> Cell:
     """Our gates lie in PyTorch's order; its two biases only ever act as their sum."""
-    cell = LSTM(weights["weight_ih"].shape[1], module.hidden_size).to(weights["weight_ih"])
-    with torch.no_grad():
-        cell.weight_x.copy_(weights["weight_ih"])
-        cell.weight_h.copy_(weights["weight_hh"])
-        cell.bias.copy_(weights["bias_ih"] + weights["bias_hh"])
+    return _filled(cells.make("lstm", *_sizes(weights)), _one_bias(weights))
+
+
+def _gru(module: nn.RNNBase, weights: dict[str, Tensor]) -> Cell:
+    """Both biases stay: the reset gate acts on one of them."""
+    cell = cells.make("gru", *_sizes(weights), update="kept", reset="after", biases="two")
+    return _filled(cell, _one_bias(weights) | {"bias": weights["bias_ih"], "bias_h": weights["bias_hh"]})
+
+
+def _rnn(module: nn.RNNBase, weights: dict[str, Tensor]) -> Cell:
+    return _filled(cells.make("rnn", *_sizes(weights), activation=module.nonlinearity), _one_bias(weights))
+
+
+def _sizes(weights: dict[str, Tensor]) -> tuple[int, int]:
+    """N and M."""
+    return weights["weight_ih"].shape[1], weights["weight_hh"].shape[1]
+
+
+def _one_bias(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights under our names, the biases summed."""
+    bias = weights["bias_ih"] + weights["bias_hh"]
+    return {"weight_x": weights["weight_ih"], "weight_h": weights["weight_hh"], "bias": bias}
+
+
+def _filled(cell: Cell, values: dict[str, Tensor]) -> Cell:
+    """The cell with these values, in their dtype and on their device."""
+    cell.to(values["weight_x"]).load_state_dict(values)
     return cell
 
 
-CONVERSIONS[nn.LSTM] = _lstm
+CONVERSIONS |= {nn.LSTM: _lstm, nn.GRU: _gru, nn.RNN: _rnn}

@@ -8,6 +8,7 @@ from stacks import GRU, Elman, M, N, each_shape, lstm_state, torch_layer
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
+from l2lopt import cells
 from l2lopt.errors import UserError
 from l2lopt.sequence import from_torch, torch_weights
 
@@ -169,3 +170,17 @@ def test_a_new_conversion_is_one_line(monkeypatch, layers, bidirectional, kind):
     x, h = normal(5, 3, N), normal(layers * (1 + bidirectional), 3, M, seed=4)
     assert_close(from_torch(theirs)(x, h), theirs(x, h))
     assert_close(from_torch(theirs)(x), theirs(x))
+
+
+@each_shape
+@pytest.mark.parametrize(("kind", "options"), [("gru", {}), ("rnn", {}), ("rnn", {"nonlinearity": "relu"})], ids=str)
+def test_equals_nn_gru_and_nn_rnn(layers, bidirectional, kind, options):
+    if kind not in cells.CELLS:
+        pytest.skip(f"there is no cell {kind!r} yet")
+    theirs = torch_layer({"gru": nn.GRU, "rnn": nn.RNN}[kind], layers, bidirectional, **options)
+    ours = from_torch(theirs)
+    x, h = normal(7, 3, N).requires_grad_(), normal(layers * (1 + bidirectional), 3, M, seed=4).requires_grad_()
+    assert_close(ours(x, h), theirs(x, h))
+    assert_close(gradients(*ours(x, h), (x, h), ours, [])[0], gradients(*theirs(x, h), (x, h), theirs, [])[0])
+    packed = pack_padded_sequence(x, torch.tensor([2, 7, 1]), enforce_sorted=False)
+    assert_close([ours(packed, h)[0].data, ours(packed, h)[1]], [theirs(packed, h)[0].data, theirs(packed, h)[1]])

@@ -15,13 +15,8 @@ PACKED = pack_padded_sequence(X, torch.tensor([5, 2, 1]))
 
 CALLS = {
     "features": (GRU, (normal(5, 3, 7),), {}, "input: expected 3 features on the last axis, found 7; build"),
-    "rank 4": (
-        GRU,
-        (normal(5, 3, 2, N),),
-        {},
-        r"input: expected \[T, B, N\] or.*, found shape \[5, 3, 2, 3\]; reshape",
-    ),
-    "rank 1": (GRU, (normal(N),), {}, r"input: expected .*, found shape \[3\]; reshape"),
+    "rank 1": (GRU, (normal(N),), {}, r"input: expected \[T, B, N\] .*, found shape \[3\]; reshape"),
+    "rank 0": (GRU, (normal(),), {}, r"input: expected \[T, B, N\] .*, found shape \[\]; reshape"),
     "too many": (GRU, (X,), {"lengths": [5, 2, 1, 1]}, r"lengths: expected shape \[3\], found \[4\]; give one"),
     "too few": (GRU, (X,), {"lengths": torch.tensor([5])}, r"lengths: expected shape \[3\], found \[1\]; give one"),
     "nested": (GRU, (X,), {"lengths": [[5], [2], [1]]}, r"lengths: expected shape \[3\], found \[3, 1\]; give one"),

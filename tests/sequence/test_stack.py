@@ -4,7 +4,7 @@ import pytest
 import torch
 from implementations import normal, seeded
 from laws import assert_close, assert_same
-from stacks import GRU, Delayed, Elman, M, N, each_shape, grid, lstm_state
+from stacks import GRU, Delayed, Elman, M, N, Pair, each_shape, grid, lstm_state
 from torch.func import functional_call, grad, vmap
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -141,6 +141,28 @@ def test_batch_first_moves_the_batch_of_outputs_only():
     moved = batch_first(x.transpose(0, 1), lengths=[5, 2, 4])
     assert_same((moved[0].transpose(0, 1), moved[1]), time_first(x, lengths=[5, 2, 4]))
     assert_same(batch_first(x.transpose(0, 1)), (output.transpose(0, 1), final))
+
+
+def test_further_axes_are_a_batch():
+    stack, x = grid(cells.LSTM, 2, True), normal(5, 2, 3, N)
+    output, (h, c) = stack(x)
+    flat, (h_flat, c_flat) = stack(x.flatten(1, 2))
+    assert_close((output.flatten(1, 2), h.flatten(1, 2), c.flatten(1, 2)), (flat, h_flat, c_flat))
+    lengths = torch.tensor([[5, 0, 2], [1, 4, 3]])
+    assert_close(stack(x, lengths=lengths)[0].flatten(1, 2), stack(x.flatten(1, 2), lengths=lengths.flatten())[0])
+    last = grid(cells.LSTM, 2, True, batch_first=True)(x.movedim(0, -2))
+    assert_close((last[0].movedim(-2, 0), last[1]), (output, (h, c)))
+
+
+@pytest.mark.parametrize("batch", [(2,), (2, 3)], ids=str)
+def test_cells_over_pairs(batch):
+    stack, x = grid(Pair, 2, True), normal(5, *batch, N)
+    output, h = stack(x)
+    assert output.shape == (5, *batch, 2 * M)
+    assert h.shape == (4, *batch, M)
+    swapped, h_swapped = stack(x.flip(1))
+    assert_close((swapped.flip(1), h_swapped.flip(1)), (output, h))
+    assert (stack(torch.cat([x[:, :1], x[:, 1:] + 1], 1))[0][:, 0] - output[:, 0]).abs().max() > 1e-3
 
 
 @each_shape
