@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from l2lopt import tables
 from l2lopt.cells import CELLS
 from l2lopt.errors import UserError
+from l2lopt.sequence.deep_bidirectional_gru import deep_bidirectional_gru
 from l2lopt.sequence.loop import run
 from l2lopt.sequence.masks import Masks
 from l2lopt.sequence.stack import Stack
@@ -49,4 +50,4 @@ def make(
     return Stack(layers, dropout=dropout, weight_drop=weight_drop, batch_first=batch_first)
 
 
-__all__ = ["CONVERSIONS", "Masks", "Stack", "StackState", "from_torch", "make", "run"]
+__all__ = ["CONVERSIONS", "Masks", "Stack", "StackState", "deep_bidirectional_gru", "from_torch", "make", "run"]
