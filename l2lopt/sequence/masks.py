@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from l2lopt.cells import Cell
 from l2lopt.errors import UserError, did_you_mean
@@ -77,3 +77,10 @@ def check_masks(masks: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]
             where, expected = f"masks: {name}", f"shape {list(shapes[name])}"
             remedy = "draw the masks for this input with draw_masks"
             raise UserError(where, expected=expected, found=str(list(mask.shape)), remedy=remedy)
+
+
+def masked(direction: nn.Module, place: str, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of a direction, at `place` in the stack, that a mask changes; `functional_call` takes them."""
+    parameters = direction.named_parameters()
+    named = ((name, weight, place + name.removeprefix("cell.")) for name, weight in parameters)
+    return {name: weight * masks[mask] for name, weight, mask in named if mask in masks}

@@ -111,7 +111,7 @@ class Stack(nn.Module):
         for i, layer in enumerate(self._grid()):
             outputs = []
             for k, direction in enumerate(layer):
-                weights = _masked(direction, f"{i}.{k}.", masks)
+                weights = m.masked(direction, f"{i}.{k}.", masks)
                 output, final = functional_call(direction, weights, (x, next(states), alive))
                 outputs.append(output)
                 finals.append(final)
@@ -139,10 +139,3 @@ class Stack(nn.Module):
     def _grid(self) -> list[list[Direction]]:
         """Per layer its directions."""
         return [list(cast(Iterable[Direction], layer)) for layer in self.layers]
-
-
-def _masked(direction: nn.Module, place: str, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of a direction that a mask changes, as `functional_call` takes them."""
-    parameters = direction.named_parameters()
-    named = ((name, weight, place + name.removeprefix("cell.")) for name, weight in parameters)
-    return {name: weight * masks[mask] for name, weight, mask in named if mask in masks}
