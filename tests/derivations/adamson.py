@@ -1,4 +1,4 @@
-"""Seed 003's unit (Adamson 2015), column vectors [M, B]: z the share KEPT, reset after the product, inputs h→ and h←."""
+"""Seed 003's unit (Adamson 2015), column vectors [M, B]: z the share KEPT, reset after the product, inputs h→, h←."""
 
 import torch
 from implementations import normal
