@@ -1,0 +1,53 @@
+"""Layers over any cell. `make(cell, input_size, hidden_size, ...)` builds one as `nn.LSTM` is built."""
+
+from collections.abc import Mapping
+
+from l2lopt import tables
+from l2lopt.cells import CELLS
+from l2lopt.errors import UserError
+from l2lopt.sequence.deep_bidirectional_gru import deep_bidirectional_gru
+from l2lopt.sequence.loop import run
+from l2lopt.sequence.masks import Masks
+from l2lopt.sequence.stack import Stack
+from l2lopt.sequence.states import StackState
+from l2lopt.sequence.torch_weights import CONVERSIONS, from_torch
+
+
+def make(
+    cell: tables.Choice,
+    input_size: int,
+    hidden_size: int,
+    num_layers: int = 1,
+    *,
+    bidirectional: bool = False,
+    batch_first: bool = False,
+    dropout: float = 0.0,
+    weight_drop: Mapping[str, float] | None = None,
+) -> Stack:
+    """A `Stack` of equal cells, as `nn.LSTM(input_size, hidden_size, num_layers, ...)` is.
+
+    Args:
+        cell: the name of a cell, or a mapping of its name and options.
+        input_size: N.
+        hidden_size: M, in each direction.
+        num_layers: at least 1.
+        bidirectional: a second cell per layer goes backward; layers above the first then read 2M features.
+        batch_first: see `Stack`.
+        dropout: see `Stack`.
+        weight_drop: see `Stack`.
+
+    Raises:
+        UserError: for an unknown cell or option, and for numbers out of range.
+    """
+    if num_layers < 1:
+        raise UserError("num_layers", expected="at least 1", found=str(num_layers), remedy="give a positive number")
+    directions = 1 + bidirectional
+    sizes = [input_size] + [directions * hidden_size] * (num_layers - 1)
+    layers = [
+        [tables.build(CELLS, "cell", cell, input_size=size, hidden_size=hidden_size) for _ in range(directions)]
+        for size in sizes
+    ]
+    return Stack(layers, dropout=dropout, weight_drop=weight_drop, batch_first=batch_first)
+
+
+__all__ = ["CONVERSIONS", "Masks", "Stack", "StackState", "deep_bidirectional_gru", "from_torch", "make", "run"]

@@ -1,0 +1,47 @@
+"""What a stack refuses: cells that do not chain, inputs that do not fit."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from l2lopt.cells import Cell
+from l2lopt.errors import UserError
+
+
+def width(layer: Sequence[Cell]) -> int:
+    """Features of a layer's output: those of its directions together."""
+    return sum(cell.hidden_size for cell in layer)
+
+
+def check_layers(layers: Sequence[Sequence[Cell]]) -> None:
+    """Refuses layers that do not chain.
+
+    Raises:
+        UserError: for no layers, other than 1 or 2 cells in one, and input sizes that differ from the width below.
+    """
+    if not layers:
+        raise UserError("layers", expected="at least one", found="none", remedy="give a layer")
+    for i, layer in enumerate(layers):
+        if len(layer) not in (1, 2):
+            remedy = "give a forward and perhaps a backward cell"
+            raise UserError(f"layers[{i}]", expected="1 or 2 cells", found=str(len(layer)), remedy=remedy)
+        size = width(layers[i - 1]) if i else layer[0].input_size
+        for cell in layer:
+            if cell.input_size != size:
+                where, expected = f"layers[{i}]", f"cells of input size {size}"
+                remedy = "match it to the layer below" if i else "give both directions the same input size"
+                raise UserError(where, expected=expected, found=str(cell.input_size), remedy=remedy)
+
+
+def check_input(x: Tensor, input_size: int) -> None:
+    """Refuses inputs that are not [T, *batch, N].
+
+    Raises:
+        UserError: for another rank or number of features.
+    """
+    if x.dim() < 2:
+        expected, remedy = "[T, B, N] or, for one sequence, [T, N]", "reshape the input"
+        raise UserError("input", expected=expected, found=f"shape {list(x.shape)}", remedy=remedy)
+    if x.shape[-1] != input_size:
+        expected, remedy = f"{input_size} features on the last axis", "build the layer for this input size"
+        raise UserError("input", expected=expected, found=str(x.shape[-1]), remedy=remedy)

@@ -1,0 +1,44 @@
+"""The deep bidirectional GRU (Adamson 2015, extending the deep bidirectional RNN of Irsoy and Cardie 2014)."""
+
+from collections.abc import Mapping
+
+from l2lopt import cells
+from l2lopt.errors import UserError
+from l2lopt.sequence.stack import Stack
+
+
+def deep_bidirectional_gru(
+    input_size: int,
+    hidden_size: int,
+    num_layers: int,
+    *,
+    batch_first: bool = False,
+    dropout: float = 0.0,
+    weight_drop: Mapping[str, float] | None = None,
+) -> Stack:
+    """A bidirectional stack of GRUs over a plain recurrent layer; its state is h alone, [2L, B, M].
+
+    Layer 1, with a bias: h_t = tanh(W x_t + V h_p + b), p = t − 1 forward and t + 1 backward. Layers i > 1, without
+    biases and with separate matrices for the two directions below (the columns of `weight_x` side by side):
+    z, r = σ(W_1 h→ + W_2 h← + V h_p), h̃ = tanh(W_1 h→ + W_2 h← + r∘(V h_p)), h_t = z∘h_p + (1−z)∘h̃, each gate with
+    matrices of its own. Only the last layer is the output; the paper's softmax(U_1 h→ + U_2 h← + c) over it is a linear
+    layer 2M → classes. The paper prints h for h̃ in eq. 8 and another state than t + 1 in eq. 7.
+
+    Args:
+        input_size: N.
+        hidden_size: M, in each direction.
+        num_layers: L, at least 1; the first is the plain one.
+        batch_first: see `Stack`.
+        dropout: see `Stack`.
+        weight_drop: see `Stack`.
+
+    Raises:
+        UserError: for numbers out of range.
+    """
+    if num_layers < 1:
+        raise UserError("num_layers", expected="at least 1", found=str(num_layers), remedy="give a positive number")
+    gru = {"update": "kept", "reset": "after", "biases": "none"}
+    layers = [[cells.make("rnn", input_size, hidden_size) for _ in range(2)]]
+    for _ in range(num_layers - 1):
+        layers.append([cells.make("gru", 2 * hidden_size, hidden_size, **gru) for _ in range(2)])
+    return Stack(layers, dropout=dropout, weight_drop=weight_drop, batch_first=batch_first)

@@ -1,0 +1,86 @@
+"""The random numbers of a stack: a mask per dropped weight and per dropout between layers, each scaled by 1/(1 − p)."""
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from l2lopt.cells import Cell
+from l2lopt.errors import UserError, did_you_mean
+
+Masks: TypeAlias = dict[str, Tensor]
+"""`"0.1.weight_h"` (layer, direction, weight) or `"dropout.0"` (the layer it follows) → mask; all are optional."""
+
+
+def check_share(where: str, share: float) -> float:
+    """A share of numbers to drop, p in [0, 1).
+
+    Raises:
+        UserError: for a share outside.
+    """
+    if not 0 <= share < 1:
+        raise UserError(where, expected="a share in [0, 1)", found=str(share), remedy="change the value")
+    return float(share)
+
+
+def dropped_weights(layers: Sequence[Sequence[Cell]], weight_drop: Mapping[str, float]) -> dict[str, float]:
+    """The masks' names of the weights to drop, `"layer.direction.weight"` → share p.
+
+    Raises:
+        UserError: for a weight that no cell has, or a share outside [0, 1).
+    """
+    owned = {
+        f"{i}.{k}": [name for name, _ in cell.named_parameters()]
+        for i, layer in enumerate(layers)
+        for k, cell in enumerate(layer)
+    }
+    known = sorted({name for names in owned.values() for name in names})
+    for name, share in weight_drop.items():
+        if name not in known:
+            remedy = did_you_mean(name, known)
+            raise UserError(
+                "weight_drop", expected=f"a weight of the cells ({', '.join(known)})", found=repr(name), remedy=remedy
+            )
+        check_share(f"weight_drop: {name}", share)
+    return {
+        f"{place}.{name}": float(share)
+        for place, names in owned.items()
+        for name, share in weight_drop.items()
+        if name in names
+    }
+
+
+def draw(shape: Sequence[int], share: float, like: Tensor, generator: torch.Generator | None) -> Tensor:
+    """A mask: 0 with probability p = `share`, else 1/(1 − p); the draws of `torch.nn.functional.dropout`."""
+    mask = torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
+    return mask.bernoulli_(1 - share, generator=generator).div_(1 - share)
+
+
+def check_masks(masks: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]) -> None:
+    """Refuses masks that nothing asks for, and masks of another shape.
+
+    Args:
+        masks: name → mask.
+        shapes: name → shape, for everything that can be masked.
+
+    Raises:
+        UserError: for either.
+    """
+    for name, mask in masks.items():
+        if name not in shapes:
+            remedy = did_you_mean(name, shapes)
+            raise UserError(
+                "masks", expected=f"names among {', '.join(sorted(shapes))}", found=repr(name), remedy=remedy
+            )
+        if list(mask.shape) != list(shapes[name]):
+            where, expected = f"masks: {name}", f"shape {list(shapes[name])}"
+            remedy = "draw the masks for this input with draw_masks"
+            raise UserError(where, expected=expected, found=str(list(mask.shape)), remedy=remedy)
+
+
+def masked(direction: nn.Module, place: str, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of a direction, at `place` in the stack, that a mask changes; `functional_call` takes them."""
+    parameters = direction.named_parameters()
+    named = ((name, weight, place + name.removeprefix("cell.")) for name, weight in parameters)
+    return {name: weight * masks[mask] for name, weight, mask in named if mask in masks}

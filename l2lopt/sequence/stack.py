@@ -1,0 +1,141 @@
+"""Layers of any cells over time: several layers, both directions, lengths, dropout, weight drop."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils.rnn import PackedSequence
+
+from l2lopt.cells import Cell
+from l2lopt.errors import UserError
+from l2lopt.sequence import masks as m
+from l2lopt.sequence.checks import check_input, check_layers, width
+from l2lopt.sequence.loop import Direction
+from l2lopt.sequence.padding import Lengths, check_lengths, pack_like, unpack
+from l2lopt.sequence.states import StackState, join, split
+
+
+class Stack(nn.Module):
+    """`output, state = stack(x, state)`: what `nn.LSTM`, `nn.GRU` and `nn.RNN` do, over any cells.
+
+    Each layer reads the outputs of the one below, a bidirectional one's forward before its backward features; the
+    state's forms are those of `states`. Weight drop (Merity et al., "Regularizing and optimizing LSTM language
+    models", 2018) multiplies named weights by one mask per call, so that all time steps share it; the stack's own
+    parameters stay the raw weights. Dropout follows every layer but the last. Both are off in `eval`. A pure loss gets
+    its masks from `draw_masks` and passes them in; what is passed in is used in either mode.
+
+    Args:
+        layers: per layer its cell, or its forward and its backward cell.
+        dropout: p in [0, 1) between layers.
+        weight_drop: weight of the cells → p in [0, 1); each cell that has the weight drops it.
+        batch_first: x is [B, T, N] and the output [B, T, M] instead of [T, B, N] and [T, B, M]. States are not touched.
+
+    Raises:
+        UserError: for no layers, other than 1 or 2 directions, sizes that do not chain, a share or a name out of range.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Sequence[Cell]],
+        dropout: float = 0.0,
+        weight_drop: Mapping[str, float] | None = None,
+        batch_first: bool = False,
+    ) -> None:
+        super().__init__()
+        check_layers(layers)
+        self.layers = nn.ModuleList(
+            nn.ModuleList(Direction(cell, reverse=k == 1) for k, cell in enumerate(layer)) for layer in layers
+        )
+        self.input_size = layers[0][0].input_size
+        self.widths = [width(layer) for layer in layers]
+        self.dropout, self.batch_first = m.check_share("dropout", dropout), batch_first
+        self.dropped = m.dropped_weights(layers, weight_drop or {})
+
+    def forward(
+        self,
+        x: Tensor | PackedSequence,
+        state: StackState | None = None,
+        *,
+        lengths: Lengths | None = None,
+        masks: Mapping[str, Tensor] | None = None,
+    ) -> tuple[Tensor | PackedSequence, StackState]:
+        """The outputs of the last layer and the final state of every cell.
+
+        Args:
+            x: [T, B, N], [B, T, N] with `batch_first`, or packed. One sequence is [T, N]; further axes are a batch too,
+                [T, 2, B, N] or [2, B, T, N] for cells over pairs.
+            state: the initial state, None for the cells' own.
+            lengths: steps of each sequence, x's batch axes, in [0, T]; outputs beyond them are zero.
+            masks: the random numbers, see `draw_masks`; None draws them in `train` and has none in `eval`.
+
+        Raises:
+            UserError: for an input, a state, lengths or masks that do not fit.
+        """
+        if isinstance(x, PackedSequence):
+            if lengths is not None:
+                remedy = "leave lengths out"
+                raise UserError("lengths", expected="none with packed x, which has them", found="some", remedy=remedy)
+            padded, own = unpack(x)
+            check_input(padded, self.input_size)
+            output, final = self._run(padded, state, own, masks)
+            return pack_like(x, output, own), final
+        check_input(x, self.input_size)
+        output, final = self._run(x.movedim(-2, 0) if self.batch_first else x, state, lengths, masks)
+        return output.movedim(0, -2) if self.batch_first else output, final
+
+    def draw_masks(self, x: Tensor | PackedSequence, generator: torch.Generator | None = None) -> m.Masks:
+        """Fresh masks for a call on x, of its shape, dtype and device, in either mode."""
+        if isinstance(x, PackedSequence):
+            x = unpack(x)[0]
+        elif self.batch_first:
+            x = x.movedim(-2, 0)
+        return self._draw(x, generator)
+
+    def _run(
+        self, x: Tensor, state: StackState | None, lengths: Lengths | None, masks: Mapping[str, Tensor] | None
+    ) -> tuple[Tensor, StackState]:
+        """The call with time first."""
+        steps, *batch = x.shape[:-1]
+        alive = None if lengths is None else check_lengths(lengths, steps, tuple(batch), x.device)
+        if masks is None:
+            masks = self._draw(x, None) if self.training else {}
+        m.check_masks(masks, self._mask_shapes(x))
+        x = x.movedim(-1, 1)
+        initial = [
+            d.cell.initial_state(x.new_zeros(d.cell.input_size, *batch)) for layer in self._grid() for d in layer
+        ]
+        states = iter(initial if state is None else split(state, initial))
+        finals = []
+        for i, layer in enumerate(self._grid()):
+            outputs = []
+            for k, direction in enumerate(layer):
+                weights = m.masked(direction, f"{i}.{k}.", masks)
+                output, final = functional_call(direction, weights, (x, next(states), alive))
+                outputs.append(output)
+                finals.append(final)
+            x = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
+            if f"dropout.{i}" in masks:
+                x = x * masks[f"dropout.{i}"].movedim(-1, 1)
+        return x.movedim(1, -1).contiguous(), join(finals)
+
+    def _draw(self, x: Tensor, generator: torch.Generator | None) -> m.Masks:
+        shares = self.dropped | {f"dropout.{i}": self.dropout for i in range(len(self.layers) - 1) if self.dropout}
+        shapes = self._mask_shapes(x)
+        return {name: m.draw(shapes[name], share, x, generator) for name, share in shares.items()}
+
+    def _mask_shapes(self, x: Tensor) -> dict[str, Sequence[int]]:
+        """The shape of every mask there can be, for x [T, *batch, N]."""
+        shapes: dict[str, Sequence[int]] = {
+            f"{i}.{k}.{name}": weight.shape
+            for i, layer in enumerate(self._grid())
+            for k, direction in enumerate(layer)
+            for name, weight in direction.cell.named_parameters()
+        }
+        between = enumerate(self.widths[:-1])
+        return shapes | {f"dropout.{i}": (*x.shape[:-1], width) for i, width in between}
+
+    def _grid(self) -> list[list[Direction]]:
+        """Per layer its directions."""
+        return [list(cast(Iterable[Direction], layer)) for layer in self.layers]

@@ -1,0 +1,81 @@
+"""PyTorch's recurrent layers as stacks of ours, with their weights."""
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from l2lopt import cells
+from l2lopt.cells import Cell
+from l2lopt.errors import UserError
+from l2lopt.sequence.stack import Stack
+
+CONVERSIONS: dict[type[nn.RNNBase], Callable[[nn.RNNBase, dict[str, Tensor]], Cell]] = {}
+"""PyTorch's class → a cell from the module (for its options) and one direction's weights: `weight_ih` [gM, N],
+`weight_hh` [gM, M], `bias_ih` and `bias_hh` [gM], zeros where the module has no biases. A new cell gets one line."""
+
+
+def from_torch(module: nn.RNNBase) -> Stack:
+    """A stack that computes what `module` does: the same call, copies of its weights, its dropout and layout.
+
+    A module without biases gets biases of zero, which train.
+
+    Raises:
+        UserError: for a class that has no conversion yet, and for `proj_size`.
+    """
+    if type(module) not in CONVERSIONS:
+        known = ", ".join(sorted(f"nn.{kind.__name__}" for kind in CONVERSIONS))
+        remedy = f"choose one of {known}"
+        raise UserError("from_torch", expected="a layer with a conversion", found=type(module).__name__, remedy=remedy)
+    if module.proj_size:
+        remedy = "build the layer without projections"
+        raise UserError("from_torch: proj_size", expected="0", found=str(module.proj_size), remedy=remedy)
+    convert, directions = CONVERSIONS[type(module)], ["", "_reverse"][: 1 + module.bidirectional]
+    layers = [
+        [convert(module, _weights(module, f"_l{layer}{direction}")) for direction in directions]
+        for layer in range(module.num_layers)
+    ]
+    stack = Stack(layers, dropout=module.dropout, batch_first=module.batch_first)
+    return stack.train(module.training)
+
+
+def _weights(module: nn.RNNBase, suffix: str) -> dict[str, Tensor]:
+    """Copies of one direction's weights."""
+    given = {name: p.detach().clone() for name, p in module.named_parameters() if name.endswith(suffix)}
+    weights = {name.removesuffix(suffix): value for name, value in given.items()}
+    zeros = weights["weight_ih"].new_zeros(len(weights["weight_ih"]))
+    return {"bias_ih": zeros, "bias_hh": zeros} | weights
+
+
+def _lstm(module: nn.RNNBase, weights: dict[str, Tensor]) -> Cell:
+    """Our gates lie in PyTorch's order; its two biases only ever act as their sum."""
+    return _filled(cells.make("lstm", *_sizes(weights)), _one_bias(weights))
+
+
+def _gru(module: nn.RNNBase, weights: dict[str, Tensor]) -> Cell:
+    """Both biases stay: the reset gate acts on one of them."""
+    cell = cells.make("gru", *_sizes(weights), update="kept", reset="after", biases="two")
+    return _filled(cell, _one_bias(weights) | {"bias": weights["bias_ih"], "bias_h": weights["bias_hh"]})
+
+
+def _rnn(module: nn.RNNBase, weights: dict[str, Tensor]) -> Cell:
+    return _filled(cells.make("rnn", *_sizes(weights), activation=module.nonlinearity), _one_bias(weights))
+
+
+def _sizes(weights: dict[str, Tensor]) -> tuple[int, int]:
+    """N and M."""
+    return weights["weight_ih"].shape[1], weights["weight_hh"].shape[1]
+
+
+def _one_bias(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights under our names, the biases summed."""
+    bias = weights["bias_ih"] + weights["bias_hh"]
+    return {"weight_x": weights["weight_ih"], "weight_h": weights["weight_hh"], "bias": bias}
+
+
+def _filled(cell: Cell, values: dict[str, Tensor]) -> Cell:
+    """The cell with these values, in their dtype and on their device."""
+    cell.to(values["weight_x"]).load_state_dict(values)
+    return cell
+
+
+CONVERSIONS |= {nn.LSTM: _lstm, nn.GRU: _gru, nn.RNN: _rnn}

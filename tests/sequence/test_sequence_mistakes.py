@@ -1,0 +1,101 @@
+"""Every mistake ends in one line with what was expected, what came and what to do."""
+
+import pytest
+import torch
+from implementations import normal
+from stacks import GRU, Delayed, Elman, M, N, grid
+from torch.nn.utils.rnn import pack_padded_sequence
+
+from l2lopt import cells, sequence
+from l2lopt.errors import UserError
+
+LSTM, X = cells.LSTM, normal(5, 3, N)
+H = normal(1, 3, M)
+PACKED = pack_padded_sequence(X, torch.tensor([5, 2, 1]))
+
+CALLS = {
+    "features": (GRU, (normal(5, 3, 7),), {}, "input: expected 3 features on the last axis, found 7; build"),
+    "rank 1": (GRU, (normal(N),), {}, r"input: expected \[T, B, N\] .*, found shape \[3\]; reshape"),
+    "rank 0": (GRU, (normal(),), {}, r"input: expected \[T, B, N\] .*, found shape \[\]; reshape"),
+    "too many": (GRU, (X,), {"lengths": [5, 2, 1, 1]}, r"lengths: expected shape \[3\], found \[4\]; give one"),
+    "too few": (GRU, (X,), {"lengths": torch.tensor([5])}, r"lengths: expected shape \[3\], found \[1\]; give one"),
+    "nested": (GRU, (X,), {"lengths": [[5], [2], [1]]}, r"lengths: expected shape \[3\], found \[3, 1\]; give one"),
+    "too long": (GRU, (X,), {"lengths": [5, 6, 1]}, r"lengths\[1\]: expected 0 to T = 5, found 6; cut"),
+    "negative": (GRU, (X,), {"lengths": [5, 2, -1]}, r"lengths\[2\]: expected 0 to T = 5, found -1; cut"),
+    "broken": (GRU, (X,), {"lengths": [5.0, 2.0, 1.0]}, "lengths: expected whole numbers, found torch.float32; give"),
+    "truth": (GRU, (X,), {"lengths": torch.ones(3).bool()}, "lengths: expected whole numbers, found torch.bool; give"),
+    "single": (GRU, (X[:, 0],), {"lengths": [5]}, r"lengths: expected none for a single.*, found \[5\]; leave"),
+    "packed": (GRU, (PACKED,), {"lengths": [5, 2, 1]}, "lengths: expected none with packed x.*, found some; leave"),
+    "packed features": (LSTM, (pack_padded_sequence(normal(2, 1, 9), [2]),), {}, "input: expected 3 features.*found 9"),
+    "h's shape": (GRU, (X, H[:, :2]), {}, r"state: expected h of shape \[1, 3, 4\], found \[1, 2, 4\]; give"),
+    "h's rank": (GRU, (X[:, 0], H), {}, r"state: expected h of shape \[1, 4\], found \[1, 3, 4\]; give"),
+    "c's shape": (LSTM, (X, (H, H[..., :1])), {}, r"state: expected c of shape \[1, 3, 4\], found \[1, 3, 1\]; give"),
+    "c missing": (LSTM, (X, H), {}, r"state: expected the tensors h, c, found a tensor of shape \[1, 3, 4\]; give"),
+    "one of two": (LSTM, (X, (H,)), {}, "state: expected the tensors h, c, found 1 of Tensor; give"),
+    "pair for h": (GRU, (X, (H, H)), {}, "state: expected one tensor h, found 2 of Tensor; give"),
+    "mixture": (LSTM, (X, (H, {"c": H})), {}, "state: expected the tensors h, c, found 2 of Tensor, dict; give"),
+    "no mappings": (Delayed, (X, H), {}, r"state: expected a list of 1 mappings, found a tensor of .*; give"),
+    "too many mappings": (GRU, (X, [{"h": H[0]}] * 2), {}, "state: expected one mapping for each of 1 cells, found 2"),
+    "names": (GRU, (X, [{"g": H[0]}]), {}, r"state: expected the shapes {'h': \[3, 4\]} for cell 0, found {'g'"),
+    "shapes": (
+        GRU,
+        (X, [{"h": H}]),
+        {},
+        r"state: expected the shapes {'h': \[3, 4\]} .*found {'h': \[1, 3, 4\]}; give",
+    ),
+    "mask": (GRU, (X,), {"masks": {"0.0.weight_g": H}}, "masks: expected names among .*'0.0.weight_g'; did you mean"),
+    "mask's shape": (
+        GRU,
+        (X,),
+        {"masks": {"0.0.weight_h": H}},
+        r"masks: 0.0.weight_h: expected shape \[12, 4\], found",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_calls(case):
+    cell, arguments, options, message = CALLS[case]
+    with pytest.raises(UserError, match=message):
+        grid(cell)(*arguments, **options)
+
+
+BUILDS = {
+    "no layers": (lambda: sequence.Stack([]), "layers: expected at least one, found none; give"),
+    "no cells": (lambda: sequence.Stack([[]]), r"layers\[0\]: expected 1 or 2 cells, found 0; give"),
+    "three": (lambda: sequence.Stack([[GRU(3, 3)] * 3]), r"layers\[0\]: expected 1 or 2 cells, found 3; give"),
+    "chain": (
+        lambda: sequence.Stack([[GRU(3, 4), GRU(3, 4)], [GRU(4, 4)]]),
+        r"layers\[1\]: expected cells of input size 8, found 4; match",
+    ),
+    "sides": (
+        lambda: sequence.Stack([[GRU(3, 4), Elman(2, 4)]]),
+        r"layers\[0\]: expected cells of input size 3, found 2; give both",
+    ),
+    "dropout": (lambda: grid(GRU, dropout=1.0), r"dropout: expected a share in \[0, 1\), found 1.0; change"),
+    "negative": (lambda: grid(GRU, dropout=-0.1), r"dropout: expected a share in \[0, 1\), found -0.1; change"),
+    "drop": (
+        lambda: grid(GRU, weight_drop={"weight_h": 1.5}),
+        r"weight_drop: weight_h: expected a share in \[0, 1\), found 1.5; change",
+    ),
+    "weight": (
+        lambda: sequence.make("lstm", N, M, weight_drop={"weight_hh": 0.5}),
+        r"weight_drop: expected a weight of the cells \(bias, weight_h, weight_x\), found 'weight_hh'; did you mean",
+    ),
+    "cell": (lambda: sequence.make("lstn", N, M), "cell: expected a known name, found 'lstn'; did you mean 'lstm'"),
+    "option": (lambda: sequence.make({"name": "lstm", "gates": 3}, N, M), "cell 'lstm'.*'gates'"),
+    "layers": (lambda: sequence.make("lstm", N, M, 0), "num_layers: expected at least 1, found 0; give"),
+    "size": (lambda: sequence.make("lstm", N, 0), "hidden_size: expected at least 1, found 0; give"),
+}
+
+
+@pytest.mark.parametrize("case", BUILDS)
+def test_builds(case):
+    build, message = BUILDS[case]
+    with pytest.raises(UserError, match=message):
+        build()
+
+
+def test_a_weight_of_some_cells_is_known():
+    stack = sequence.Stack([[Elman(N, M)], [GRU(M, M)]], weight_drop={"bias": 0.5, "weight_h": 0.25})
+    assert stack.dropped == {"0.0.bias": 0.5, "0.0.weight_h": 0.25, "1.0.weight_h": 0.25}
