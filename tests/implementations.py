@@ -58,7 +58,7 @@ class Paired(nn.Module):
 
 def cell(name: str, **options: Any) -> Any:
     """The factory of a small cell, N = M where the cell needs it."""
-    return partial(cells.make, name, 3, 3 if name in SQUARE else 4, **options)
+    return partial(cells.make, name, 3, 3 if name in SQUARE else 5, **options)
 
 
 IHCS = [name for name in cells.CELLS if name.startswith("ihc-")]
@@ -78,8 +78,8 @@ CELLS = {
     **{f"{name} without gate input": cell(name, gate_input=False) for name in IHCS},
     **{f"{name} uvh": cell(name, gamma_on="uvh") for name in IHCS},
     "ihc-lstm uvh without gate input": cell("ihc-lstm", gamma_on="uvh", gate_input=False),
-    "coupled-gru": partial(Paired, "coupled-gru", 3, 4),
-    "coupled-gru siamese": partial(Paired, "coupled-gru", 3, 4, coupled=False),
+    "coupled-gru": partial(Paired, "coupled-gru", 3, 5),
+    "coupled-gru siamese": partial(Paired, "coupled-gru", 3, 5, coupled=False),
 }
 INPUTS = {
     "log-and-sign": inputs.LogAndSign,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from l2lopt import tables
-from l2lopt.cells import CELLS
+from l2lopt.cells import CELLS, PAIR_CELLS
 from l2lopt.errors import UserError
 from l2lopt.sequence.deep_bidirectional_gru import deep_bidirectional_gru
 from l2lopt.sequence.loop import run
@@ -44,7 +44,7 @@ def make(
     directions = 1 + bidirectional
     sizes = [input_size] + [directions * hidden_size] * (num_layers - 1)
     layers = [
-        [tables.build(CELLS, "cell", cell, input_size=size, hidden_size=hidden_size) for _ in range(directions)]
+        [tables.build(CELLS | PAIR_CELLS, "cell", cell, input_size=size, hidden_size=hidden_size) for _ in range(directions)]
         for size in sizes
     ]
     return Stack(layers, dropout=dropout, weight_drop=weight_drop, batch_first=batch_first)

@@ -38,8 +38,9 @@ def test_changes_nothing(cell):
 
 @each_cell
 @pytest.mark.parametrize("batch", [1, 3])
-def test_gradients_are_right(cell, batch):
-    laws.assert_gradients_are_right(cell, batch, steps=3)
+@pytest.mark.parametrize("steps", [0, 1, 7])
+def test_gradients_are_right(cell, steps, batch):
+    laws.assert_gradients_are_right(cell, batch, steps)
 
 
 @each_cell
