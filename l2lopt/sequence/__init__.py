@@ -44,7 +44,10 @@ def make(
     directions = 1 + bidirectional
     sizes = [input_size] + [directions * hidden_size] * (num_layers - 1)
     layers = [
-        [tables.build(CELLS | PAIR_CELLS, "cell", cell, input_size=size, hidden_size=hidden_size) for _ in range(directions)]
+        [
+            tables.build(CELLS | PAIR_CELLS, "cell", cell, input_size=size, hidden_size=hidden_size)
+            for _ in range(directions)
+        ]
         for size in sizes
     ]
     return Stack(layers, dropout=dropout, weight_drop=weight_drop, batch_first=batch_first)

@@ -197,3 +197,10 @@ def test_weights_travel_by_state_dict():
     assert (ours(x)[0] - other(x)[0]).abs().max() > 1e-3
     other.load_state_dict(ours.state_dict())
     assert_same(ours(x), other(x))
+
+
+def test_a_stack_over_pairs_swaps_with_its_sides():
+    stack, x = seeded(sequence.make("coupled-gru", N, M, num_layers=2)), normal(5, 2, 3, N)
+    output, final = stack(x)
+    assert output.shape == (5, 2, 3, M)
+    assert_close(stack(x.flip(1)), (output.flip(1), final.flip(1)))
