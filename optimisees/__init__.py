@@ -5,12 +5,13 @@ from typing import Any
 
 from l2lopt import tables
 from l2lopt.optimisee import Optimisee
+from optimisees.convnet import convnet
 from optimisees.datasets import InMemory, digits
 from optimisees.mlp import mlp
 from optimisees.module import ModuleOptimisee
 from optimisees.quadratic import Quadratic
 
-OPTIMISEES: Mapping[str, Callable[..., Optimisee]] = {"quadratic": Quadratic, "mlp": mlp}
+OPTIMISEES: Mapping[str, Callable[..., Optimisee]] = {"quadratic": Quadratic, "mlp": mlp, "convnet": convnet}
 
 
 def make(name: str, **options: Any) -> Optimisee:
@@ -19,4 +20,4 @@ def make(name: str, **options: Any) -> Optimisee:
     return optimisee
 
 
-__all__ = ["OPTIMISEES", "InMemory", "ModuleOptimisee", "Optimisee", "Quadratic", "digits", "make", "mlp"]
+__all__ = ["OPTIMISEES", "InMemory", "ModuleOptimisee", "Optimisee", "Quadratic", "convnet", "digits", "make", "mlp"]

@@ -13,7 +13,7 @@ from l2lopt import cells, optimisers, unrolls
 from l2lopt.optimisee import batch_rows, flat_loss, init_rows
 from l2lopt.optimisers import inputs, rules
 from l2lopt.types import Carry, Layout, Step, Target
-from optimisees import InMemory, ModuleOptimisee, Quadratic, mlp
+from optimisees import InMemory, ModuleOptimisee, Quadratic, convnet, mlp
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -150,6 +150,7 @@ def linear(*args: Any, **options: Any) -> Any:
 
 SAMPLED = {
     "mlp": partial(mlp, (4,), batch_size=300, dtype="float64"),
+    "convnet": partial(convnet, (2, 3), 4, batch_size=300, dtype="float64"),
     "module with batch norm": partial(
         module_optimisee, nn.Flatten, linear(18, 4, bias=False), partial(nn.BatchNorm1d, 4), nn.Tanh, linear(4, 3)
     ),
