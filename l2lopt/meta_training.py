@@ -25,7 +25,7 @@ from l2lopt.optimisers.schedule import warm_up_cosine
 from l2lopt.records import NoRecords, Recorder
 from l2lopt.settings import Settings
 from l2lopt.tables import Choice
-from l2lopt.types import Batch, Carry, Layout, Params, Report, Step, Target, generator, seed_of, silent
+from l2lopt.types import Batch, Carry, Layout, Loss, Params, Report, Step, Target, generator, seed_of, silent
 from l2lopt.unrolls import MetaGradient, Unroll, UnrollState
 
 
@@ -53,6 +53,9 @@ class UnrollSettings(Settings):
     """T, the inner steps of a run; two numbers draw it log-uniformly between them, anew for every run."""
     truncation: PositiveInt | None = None
     """K: a meta-update after every K steps, the run's state carried on; none: after the whole run."""
+    scaling: NonNegativeFloat = 0.0
+    """Random scaling of parameters (Lv et al. 2017): a run optimises θ/c for c = exp(U(−scaling, scaling)), drawn anew
+    for every coordinate and run, so that the rule meets gradients of many sizes; 0 leaves the problem as it is."""
     targets: Targets = Targets()
     """What the meta-loss measures."""
     estimator: Choice = "taped"
@@ -121,6 +124,7 @@ class _Run(NamedTuple):
     seed: int
     length: int
     layout: Layout
+    scale: Tensor | None
     done: int
     carry: Carry
     estimate: UnrollState
@@ -180,6 +184,7 @@ def meta_train(
         validate(0)
     for update in range(first, settings.updates + 1):
         pieces: list[MetaGradient] = []
+        moved: list[Tensor] = []
         for index, run in enumerate(runs):
             if run is None:
                 run = begin(begun)
@@ -187,7 +192,7 @@ def meta_train(
             count = min(unrolls.truncation or run.length, run.length - run.done)
             piece = unroll(
                 optimiser.update_with,
-                flat_loss(optimisee, run.layout),
+                rescaled(flat_loss(optimisee, run.layout), run.scale),
                 optimiser.phi(),
                 run.carry,
                 inner_steps(optimisee, unrolls.targets, run.seed, run.done, count),
@@ -200,10 +205,11 @@ def meta_train(
                 result.skipped += 1
                 continue
             pieces.append(piece)
+            moved.append((piece.carry.params - run.carry.params).square().mean().sqrt() / count)
             if done < run.length:
                 runs[index] = run._replace(done=done, carry=piece.carry, estimate=piece.state)
         figures = _follow(meta_optimiser, optimiser, settings, update, pieces)
-        figures |= {"skipped": float(result.skipped), "score": result.score}
+        figures |= {"update_size": _mean(moved), "skipped": float(result.skipped), "score": result.score}
         records.write("meta-train", update, figures)
         report("meta-train", update, settings.updates, figures)
         if update % settings.validate_every == 0 or update == settings.updates:
@@ -236,6 +242,13 @@ def inner_steps(optimisee: Optimisee, targets: Targets, seed: int, first: int, c
         batch = following
 
 
+def rescaled(loss: Loss, scale: Tensor | None) -> Loss:
+    """The loss as a function of θ/c, c = `scale`: its gradient is c times as large. None changes nothing."""
+    if scale is None:
+        return loss
+    return lambda params, aux, batch: loss(scale * params, aux, batch)
+
+
 def _begin(
     optimiser: Optimiser, optimisee: Optimisee, unroll: Unroll, settings: UnrollSettings, seed: int, index: int
 ) -> _Run:
@@ -243,10 +256,15 @@ def _begin(
     run_seed = seed_of("meta-train", seed, index)
     params, aux = optimisee.init(run_seed)
     layout = Layout.of(params)
-    flat = layout.ravel(params)
+    flat, scale = layout.ravel(params), None
+    if settings.scaling:
+        draw = torch.rand(flat.shape, generator=generator("scaling", run_seed), dtype=flat.dtype)
+        scale = torch.exp(settings.scaling * (2 * draw - 1)).to(flat.device)
+        flat = flat / scale
     carry = Carry(flat, aux, optimiser.init(layout, like=flat))
     estimate = unroll.init(carry, optimiser.phi(), run_seed)
-    return _Run(index, run_seed, settings.draw_length(generator("length", run_seed)), layout, 0, carry, estimate)
+    length = settings.draw_length(generator("length", run_seed))
+    return _Run(index, run_seed, length, layout, scale, 0, carry, estimate)
 
 
 def _place(
@@ -340,7 +358,7 @@ def _follow(
 
 
 def _mean(values: list[Tensor]) -> float:
-    return float(torch.stack(values).mean())
+    return float(torch.stack(values).mean()) if values else math.nan
 
 
 def _copy(phi: Any) -> Params:

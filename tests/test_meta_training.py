@@ -10,7 +10,7 @@ from l2lopt import optimisers
 from l2lopt.evaluation import run_free
 from l2lopt.meta_training import MetaTrainSettings, Targets, UnrollSettings, inner_steps, meta_train
 from l2lopt.optimisers import Optimiser
-from l2lopt.types import generator
+from l2lopt.types import generator, seed_of
 from l2lopt.unrolls import MetaGradient, Taped, Unroll
 
 
@@ -153,6 +153,39 @@ def test_equal_seeds_give_equal_meta_parameters():
         train(optimiser, mlp, unrolls=unrolls)
         results.append(optimiser.phi())
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+def test_scaled_runs_are_the_same_problem_in_other_units(quadratic):
+    """c∘(θ/c) is θ at the start, the gradient is c times the plain one, and each run draws its own c within bounds."""
+    starts = []
+
+    class Spy(Taped):
+        def __call__(self, update, loss, phi, carry, steps, state=()):
+            steps = list(steps)
+            theta = carry.params.clone().requires_grad_()
+            value, _ = loss(theta, carry.aux, steps[0].batch)
+            starts.append((carry.params, value.detach(), torch.autograd.grad(value, theta)[0]))
+            return super().__call__(update, loss, phi, carry, steps, state)
+
+    for scaling in (0.0, 0.7):
+        train(LearnedRate(1e-4), quadratic, Spy(), updates=2, unrolls=UnrollSettings(length=1, scaling=scaling))
+    plain, scaled = starts[:2], starts[2:]
+    scales = [p[0] / s[0] for p, s in zip(plain, scaled, strict=True)]
+    for (_, value, gradient), (_, other, other_gradient), scale in zip(plain, scaled, scales, strict=True):
+        assert torch.allclose(value, other, rtol=1e-12)
+        assert torch.allclose(other_gradient, scale * gradient, rtol=1e-12)
+        assert scale.log().abs().max() <= 0.7
+    assert not torch.equal(*scales)
+
+
+def test_the_size_of_the_updates_is_recorded(quadratic):
+    records = Recorded()
+    train(LearnedRate(1e-3), quadratic, records=records, updates=1, unrolls=UnrollSettings(length=1))
+    figures = next(figures for stage, _, figures in records.lines if stage == "meta-train")
+    params, _ = quadratic.init(seed_of("meta-train", 0, 0))
+    matrix, target = quadratic.batch("train", seed_of("meta-train", 0, 0), 0)
+    gradient = 2 * matrix.T @ (matrix @ params["theta"] - target)
+    assert figures["update_size"] == pytest.approx(1e-3 * float(gradient.square().mean().sqrt()), rel=1e-9)
 
 
 @pytest.mark.parametrize(

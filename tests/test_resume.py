@@ -15,7 +15,14 @@ from l2lopt import config as configs
 from l2lopt.checkpoint import CheckpointFile, flat
 from l2lopt.errors import UserError
 
-LONGER = [*SMALL, "meta.updates=9", "meta.checkpoint_every=1", "meta.batch=2", "unroll.length=[4, 11]"]
+LONGER = [
+    *SMALL,
+    "meta.updates=9",
+    "meta.checkpoint_every=1",
+    "meta.batch=2",
+    "unroll.length=[4, 11]",
+    "unroll.scaling=0.5",
+]
 DEMO = configs.demo()
 
 
