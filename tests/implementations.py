@@ -125,6 +125,8 @@ EXACT_UNROLLS = {
 }
 """Label → (order, factory) of the unrolls that give the exact meta-gradient of that order."""
 UNROLLS = {label: make for label, (_, make) in EXACT_UNROLLS.items()}
+MODULE_UNROLLS = {"higher": (2, unrolls.Higher)}
+"""Likewise, of those that take single runs of a loss that knows its module, and refuse the rest."""
 
 IMAGES = InMemory(normal(22, 2, 3, 3, seed=1), torch.arange(22) % 3, normal(9, 2, 3, 3, seed=2), torch.arange(9) % 3)
 

@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from l2lopt import tables
+from l2lopt.unrolls.higher import Higher
 from l2lopt.unrolls.taped import Taped
 from l2lopt.unrolls.unroll import MetaGradient, Unroll, UnrollState
 
-UNROLLS: Mapping[str, type[Unroll]] = {"taped": Taped}
+UNROLLS: Mapping[str, type[Unroll]] = {"taped": Taped, "higher": Higher}
 
 
 def make(name: str, **options: Any) -> Unroll:
@@ -16,4 +17,4 @@ def make(name: str, **options: Any) -> Unroll:
     return unroll
 
 
-__all__ = ["UNROLLS", "MetaGradient", "Taped", "Unroll", "UnrollState", "make"]
+__all__ = ["UNROLLS", "Higher", "MetaGradient", "Taped", "Unroll", "UnrollState", "make"]
