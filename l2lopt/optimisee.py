@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from l2lopt.types import Aux, Batch, Layout, Loss, Params, stack
+from l2lopt.types import Aux, Batch, Layout, Loss, ModuleLoss, ModuleParts, Params, stack
 
 Split: TypeAlias = Literal["train", "inner", "heldout", "test"]
 """`train`: the training samples. `inner` and `heldout`: the same samples shared out anew by each seed, for
@@ -38,9 +38,16 @@ class Optimisee(ABC):
     def whole(self, split: Split, seed: int) -> Iterator[tuple[Batch, int]]:
         """All of a split, as batches with the number of samples in each."""
 
+    def parts(self) -> ModuleParts | None:
+        """What `loss` is made of if it is a criterion on one module's outputs; None unless the optimisee says so."""
+        return None
+
 
 def flat_loss(optimisee: Optimisee, layout: Layout) -> Loss:
-    """The optimisee's loss as a function of the flat vector: θ [n] to a loss, or θ [S, n] to a loss per row."""
+    """The optimisee's loss as a function of the flat vector: θ [n] to a loss, or θ [S, n] to a loss per row.
+
+    A `ModuleLoss` if the optimisee offers the parts.
+    """
 
     def loss(params: Tensor, aux: Aux, batch: Batch) -> tuple[Tensor, Aux]:
         return optimisee.loss(layout.unravel(params), aux, batch)
@@ -48,7 +55,8 @@ def flat_loss(optimisee: Optimisee, layout: Layout) -> Loss:
     def either(params: Tensor, aux: Aux, batch: Batch) -> tuple[Tensor, Aux]:
         return vmap(loss)(params, aux, batch) if params.dim() == 2 else loss(params, aux, batch)
 
-    return either
+    parts = optimisee.parts()
+    return either if parts is None else ModuleLoss(either, layout, *parts)
 
 
 def init_rows(optimisee: Optimisee, seeds: Sequence[int]) -> tuple[Layout, Tensor, Aux]:

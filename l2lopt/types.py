@@ -9,7 +9,7 @@ from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 Params: TypeAlias = dict[str, Tensor]
@@ -114,6 +114,44 @@ Update: TypeAlias = Callable[[Params, Tensor, OptimiserState, Tensor, Tensor | N
 """(φ, gradient, state, θ, loss) → (update, state). The update is ADDED to θ."""
 Report: TypeAlias = Callable[[str, int, int, Mapping[str, float]], None]
 """Progress of long work: (stage, done, total, current figures)."""
+
+
+class ModuleParts(NamedTuple):
+    """A training-mode loss taken apart: criterion(module(inputs), targets).
+
+    Attributes:
+        module: in training mode. Whoever takes it works on a copy.
+        criterion: (outputs, targets) → mean loss.
+        unpack: batch → (inputs, targets, buffers), the buffers those that the batch gives, such as dropout masks. All
+            others are in aux, under the module's names.
+    """
+
+    module: nn.Module
+    criterion: Callable[[Tensor, Tensor], Tensor]
+    unpack: Callable[[Batch], tuple[Tensor, Tensor, Params]]
+
+
+@dataclass(frozen=True)
+class ModuleLoss:
+    """A flat loss that knows its module, for those who compute it in their own way.
+
+    Attributes:
+        flat: the loss itself; calling this object calls it.
+        layout: of θ.
+        module: see `ModuleParts`.
+        criterion: see `ModuleParts`.
+        unpack: see `ModuleParts`.
+    """
+
+    flat: Loss
+    layout: Layout
+    module: nn.Module
+    criterion: Callable[[Tensor, Tensor], Tensor]
+    unpack: Callable[[Batch], tuple[Tensor, Tensor, Params]]
+
+    def __call__(self, params: Tensor, aux: Aux, batch: Batch) -> tuple[Tensor, Aux]:
+        """See `Loss`."""
+        return self.flat(params, aux, batch)
 
 
 def silent(stage: str, done: int, total: int, figures: Mapping[str, float]) -> None:

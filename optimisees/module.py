@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from l2lopt.errors import UserError
 from l2lopt.optimisee import Optimisee, Split
-from l2lopt.types import Aux, Batch, Params, generator, seed_of, seeded
+from l2lopt.types import Aux, Batch, ModuleParts, Params, generator, seed_of, seeded
 from optimisees.datasets import InMemory
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -94,6 +94,14 @@ class ModuleOptimisee(Optimisee):
     def whole(self, split: Split, seed: int) -> Iterator[tuple[Batch, int]]:
         """All samples of the split, `evaluation_size` at a time."""
         yield from self._whole[split] if split in self._whole else self._cut(split, self._members(split, seed))
+
+    def parts(self) -> ModuleParts:
+        """The model with given masks, and the criterion."""
+
+        def unpack(batch: Batch) -> tuple[Tensor, Tensor, Params]:
+            return batch["inputs"], batch["targets"], batch["masks"]
+
+        return ModuleParts(self._training, self.criterion, unpack)
 
     def _fresh(self, seed: int) -> nn.Module:
         with seeded(seed_of("init", seed)):

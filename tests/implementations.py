@@ -130,6 +130,8 @@ ESTIMATORS = {
 }
 """Label → factory of the unrolls that give a random estimate."""
 UNROLLS = {label: make for label, (_, make) in EXACT_UNROLLS.items()}
+MODULE_UNROLLS = {"higher": (2, unrolls.Higher)}
+"""Likewise, of those that take single runs of a loss that knows its module, and refuse the rest."""
 
 IMAGES = InMemory(normal(22, 2, 3, 3, seed=1), torch.arange(22) % 3, normal(9, 2, 3, 3, seed=2), torch.arange(9) % 3)
 

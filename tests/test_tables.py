@@ -124,7 +124,7 @@ def test_did_you_mean_names_a_known_name_or_all(name, known):
         (optimisers.OPTIMISERS, implementations.OPTIMISERS),
         (optimisers.INPUTS, implementations.INPUTS),
         (optimisers.RULES, implementations.RULES),
-        (unrolls.UNROLLS, implementations.UNROLLS | implementations.ESTIMATORS),
+        (unrolls.UNROLLS, implementations.UNROLLS | implementations.MODULE_UNROLLS | implementations.ESTIMATORS),
         (OPTIMISEES, implementations.OPTIMISEES),
     ],
     ids=["cells", "oracles of cells", "optimisers", "inputs", "rules", "unrolls", "optimisees"],

@@ -5,11 +5,13 @@ from typing import Any
 
 from l2lopt import tables
 from l2lopt.unrolls.evolution import EvolutionStrategies, persistent_evolution_strategies
+from l2lopt.unrolls.higher import Higher
 from l2lopt.unrolls.taped import Taped
 from l2lopt.unrolls.unroll import MetaGradient, Unroll, UnrollState
 
 UNROLLS: Mapping[str, Callable[..., Unroll]] = {
     "taped": Taped,
+    "higher": Higher,
     "es": EvolutionStrategies,
     "pes": persistent_evolution_strategies,
 }
@@ -21,4 +23,4 @@ def make(name: str, **options: Any) -> Unroll:
     return unroll
 
 
-__all__ = ["UNROLLS", "EvolutionStrategies", "MetaGradient", "Taped", "Unroll", "UnrollState", "make"]
+__all__ = ["UNROLLS", "EvolutionStrategies", "Higher", "MetaGradient", "Taped", "Unroll", "UnrollState", "make"]
