@@ -53,6 +53,9 @@ class UnrollSettings(Settings):
     """T, the inner steps of a run; two numbers draw it log-uniformly between them, anew for every run."""
     truncation: PositiveInt | None = None
     """K: a meta-update after every K steps, the run's state carried on; none: after the whole run."""
+    curriculum: NonNegativeInt = 0
+    """Short runs first: one begun at meta-update u of the first `curriculum` is T·u/curriculum long, at least one
+    window; 0 begins with the whole length."""
     scaling: NonNegativeFloat = 0.0
     """Random scaling of parameters (Lv et al. 2017): a run optimises θ/c for c = exp(U(−scaling, scaling)), drawn anew
     for every coordinate and run, so that the rule meets gradients of many sizes; 0 leaves the problem as it is."""
@@ -68,13 +71,16 @@ class UnrollSettings(Settings):
             raise ValueError("the smaller number first")
         return length
 
-    def draw_length(self, source: torch.Generator) -> int:
-        """T for a run."""
-        if isinstance(self.length, int):
-            return self.length
-        low, high = (math.log(bound) for bound in self.length)
-        share = torch.rand((), generator=source, dtype=torch.float64).item()
-        return round(math.exp(low + share * (high - low)))
+    def draw_length(self, source: torch.Generator, update: int) -> int:
+        """T for a run begun at meta-update `update`, counted from 1."""
+        length = self.length
+        if not isinstance(length, int):
+            low, high = (math.log(bound) for bound in length)
+            share = torch.rand((), generator=source, dtype=torch.float64).item()
+            length = round(math.exp(low + share * (high - low)))
+        if update >= self.curriculum:
+            return length
+        return min(length, max(self.truncation or 1, round(length * update / self.curriculum)))
 
 
 class MetaTrainSettings(Settings):
@@ -121,6 +127,7 @@ class _Run(NamedTuple):
     """An inner run under way."""
 
     number: int
+    update: int
     seed: int
     length: int
     layout: Layout
@@ -167,8 +174,8 @@ def meta_train(
     runs: list[_Run | None] = [None] * settings.batch
     first, begun = 1, 0
 
-    def begin(index: int) -> _Run:
-        return _begin(optimiser, optimisee, unroll, unrolls, seed, index)
+    def begin(index: int, update: int) -> _Run:
+        return _begin(optimiser, optimisee, unroll, unrolls, seed, index, update)
 
     def validate(update: int) -> None:
         value = score(optimiser)
@@ -187,7 +194,7 @@ def meta_train(
         moved: list[Tensor] = []
         for index, run in enumerate(runs):
             if run is None:
-                run = begin(begun)
+                run = begin(begun, update)
                 begun += 1
             count = min(unrolls.truncation or run.length, run.length - run.done)
             piece = unroll(
@@ -250,9 +257,15 @@ def rescaled(loss: Loss, scale: Tensor | None) -> Loss:
 
 
 def _begin(
-    optimiser: Optimiser, optimisee: Optimisee, unroll: Unroll, settings: UnrollSettings, seed: int, index: int
+    optimiser: Optimiser,
+    optimisee: Optimisee,
+    unroll: Unroll,
+    settings: UnrollSettings,
+    seed: int,
+    index: int,
+    update: int,
 ) -> _Run:
-    """The inner run number `index`."""
+    """The inner run number `index`, begun at meta-update `update`."""
     run_seed = seed_of("meta-train", seed, index)
     params, aux = optimisee.init(run_seed)
     layout = Layout.of(params)
@@ -263,8 +276,8 @@ def _begin(
         flat = flat / scale
     carry = Carry(flat, aux, optimiser.init(layout, like=flat))
     estimate = unroll.init(carry, optimiser.phi(), run_seed)
-    length = settings.draw_length(generator("length", run_seed))
-    return _Run(index, run_seed, length, layout, scale, 0, carry, estimate)
+    length = settings.draw_length(generator("length", run_seed), update)
+    return _Run(index, update, run_seed, length, layout, scale, 0, carry, estimate)
 
 
 def _place(
@@ -287,7 +300,9 @@ def _place(
     facts = {
         "update": update,
         "begun": begun,
-        "runs": [None if run is None else {"number": run.number, "done": run.done} for run in runs],
+        "runs": [
+            None if run is None else {"number": run.number, "update": run.update, "done": run.done} for run in runs
+        ],
         "score": result.score,
         "best_update": result.update,
         "inner_steps": result.inner_steps,
@@ -302,7 +317,7 @@ def _take_up(
     result: MetaTrained,
     optimiser: Optimiser,
     meta_optimiser: torch.optim.Optimizer,
-    begin: Callable[[int], _Run],
+    begin: Callable[[int, int], _Run],
 ) -> tuple[int, int, list[_Run | None]]:
     """Puts everything back as `_place` found it: the next update, the runs begun and the runs under way."""
     facts, tensors = kept
@@ -323,7 +338,7 @@ def _take_up(
         if place is None:
             runs.append(None)
             continue
-        run = begin(place["number"])
+        run = begin(place["number"], place["update"])
         leaves, structure = pytree.tree_flatten((run.carry, run.estimate))
         found = [tensors[f"run/{slot}/{number}"].to(leaf.device) for number, leaf in enumerate(leaves)]
         carry, estimate = pytree.tree_unflatten(found, structure)

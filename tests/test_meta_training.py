@@ -215,9 +215,30 @@ def test_steps_hold_what_the_targets_name(targets, splits):
 
 def test_drawn_lengths_are_log_uniform():
     settings = UnrollSettings(length=[100, 500])
-    drawn = torch.tensor([float(settings.draw_length(generator("t", i))) for i in range(4000)]).log()
+    drawn = torch.tensor([float(settings.draw_length(generator("t", i), 1)) for i in range(4000)]).log()
     low, high = math.log(100), math.log(500)
     assert drawn.min() >= low - 1e-6
     assert drawn.max() <= high + 1e-6
     assert float(drawn.mean()) == pytest.approx((low + high) / 2, abs=4 * (high - low) / math.sqrt(12 * 4000))
     assert float(drawn.std()) == pytest.approx((high - low) / math.sqrt(12), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("update", "length"), [(1, 2), (2, 2), (3, 4), (5, 6), (7, 9), (8, 10), (100, 10)], ids=lambda value: str(value)
+)
+def test_a_curriculum_begins_with_short_runs(update, length):
+    settings = UnrollSettings(length=10, truncation=2, curriculum=8)
+    assert settings.draw_length(generator("t"), update) == length
+
+
+def test_runs_lengthen_along_the_curriculum(quadratic):
+    lengths = []
+
+    class Spy(Taped):
+        def __call__(self, update, loss, phi, carry, steps, state=()):
+            piece = super().__call__(update, loss, phi, carry, steps, state)
+            lengths.append(len(piece.losses))
+            return piece
+
+    train(LearnedRate(1e-3), quadratic, Spy(), unrolls=UnrollSettings(length=6, curriculum=4))
+    assert lengths == [2, 3, 4, 6, 6, 6]

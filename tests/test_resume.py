@@ -22,6 +22,7 @@ LONGER = [
     "meta.batch=2",
     "unroll.length=[4, 11]",
     "unroll.scaling=0.5",
+    "unroll.curriculum=5",
 ]
 DEMO = configs.demo()
 
