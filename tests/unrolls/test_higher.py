@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import weakref
 
 import laws
 import pytest
@@ -13,6 +14,7 @@ from l2lopt.errors import UserError
 from l2lopt.optimisee import Optimisee, flat_loss
 from l2lopt.types import Layout, ModuleLoss
 from l2lopt.unrolls import Taped
+from l2lopt.unrolls.higher import _patched
 from optimisees import Quadratic
 
 exact = pytest.mark.parametrize(
@@ -139,6 +141,18 @@ def test_agrees_with_taped_to_rounding():
     patched, taped = (laws.run(unroll, single) for unroll in (unrolls.Higher(), Taped(2)))
     laws.assert_close(patched.gradient, taped.gradient)
     laws.assert_close((patched.value, patched.losses, patched.carry), (taped.value, taped.losses, taped.carry))
+
+
+def test_only_the_last_weights_are_kept():
+    """The library would keep those of every call, for its own optimisers."""
+    single = run_of("sgd")
+    loss, seen = _patched(single.loss), []
+    for _ in range(3):
+        theta = single.carry.params.clone()
+        seen.append(weakref.ref(theta))
+        loss(theta, single.carry.aux, single.steps[0].batch)
+        del theta
+    assert [ref() is None for ref in seen] == [True, True, False]
 
 
 def test_a_module_loss_is_the_flat_loss():
