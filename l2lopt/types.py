@@ -1,12 +1,12 @@
 """What travels between the parts: parameters, layouts, states, batches, steps of an unroll."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -110,10 +110,83 @@ class Step(NamedTuple):
 
 Loss: TypeAlias = Callable[[Tensor, Aux, Batch], tuple[Tensor, Aux]]
 """(θ [*batch, n], aux, batch) → (loss [*batch], aux)."""
-Update: TypeAlias = Callable[[Params, Tensor, OptimiserState, Tensor, Tensor | None], tuple[Tensor, OptimiserState]]
-"""(φ, gradient, state, θ, loss) → (update, state). The update is ADDED to θ."""
 Report: TypeAlias = Callable[[str, int, int, Mapping[str, float]], None]
 """Progress of long work: (stage, done, total, current figures)."""
+
+
+class Update(Protocol):
+    """An optimiser's update as a function of φ as well. The update is ADDED to θ."""
+
+    def __call__(
+        self,
+        phi: Params,
+        grads: Tensor,
+        state: OptimiserState,
+        params: Tensor,
+        loss: Tensor | None = None,
+        after: Params | None = None,
+    ) -> tuple[Tensor, OptimiserState]:
+        """The update [*batch, n] and the next state.
+
+        Args:
+            phi: the meta-parameters φ.
+            grads: [*batch, n].
+            state: before.
+            params: θ, [*batch, n].
+            loss: [*batch].
+            after: the next state's `shared` where it is known already, as in a replay of some of the coordinates.
+        """
+
+
+class Window(NamedTuple):
+    """What first-order backpropagation through T steps needs to know of a block of coordinates.
+
+    Attributes:
+        state: before the first step; its layout names every tensor, those outside the block with size 0.
+        params: θ before the first step, [*batch, B].
+        grads: [T, *batch, B].
+        sources: ∂(meta-loss)/∂θ directly at θ after each step, [T, *batch, B].
+        losses: [T, *batch].
+        shared: the state's `shared` after each step, of the whole vector.
+    """
+
+    state: OptimiserState
+    params: Tensor
+    grads: Tensor
+    sources: Tensor
+    losses: Tensor
+    shared: Sequence[Params]
+
+
+Replay: TypeAlias = Callable[[Params, Window], Params]
+"""(φ, window) → the block's part of the meta-gradient, like φ; gradients, losses and what is shared are constants."""
+
+
+@dataclass(frozen=True)
+class BlockUpdate:
+    """An update that comes with fast ways to use it where nobody needs the state from before.
+
+    Attributes:
+        update: the update itself; calling this object calls it.
+        advance: the same without a tape; it may overwrite the state it is given and its own last result.
+        replay: backpropagation through a window of a block.
+    """
+
+    update: Update
+    advance: Update
+    replay: Replay
+
+    def __call__(
+        self,
+        phi: Params,
+        grads: Tensor,
+        state: OptimiserState,
+        params: Tensor,
+        loss: Tensor | None = None,
+        after: Params | None = None,
+    ) -> tuple[Tensor, OptimiserState]:
+        """See `Update`."""
+        return self.update(phi, grads, state, params, loss, after)
 
 
 class ModuleParts(NamedTuple):

@@ -179,6 +179,21 @@ def assert_permutes_with_its_coordinates(optimiser: Any) -> None:
     assert_close(permuted, [u[order] for u in plain])
 
 
+def assert_blocks_are_parts_of_the_whole(optimiser: Any) -> None:
+    """A part of the coordinates, updated by itself with what is shared given, is that part of the whole update."""
+    layout, kept = Layout(("a", "b", "c"), ((2, 2), (3,), (2,))), torch.tensor([1, 3, 4])
+    part = Layout(layout.names, ((2,), (1,), (0,)))
+    gradients, params, losses = normal(4, 2, 9), normal(2, 9, seed=1), normal(4, 2, seed=2)
+    state, block = (optimiser.init(each, (2,), like=params) for each in (layout, part))
+    for grads, loss in zip(gradients, losses, strict=True):
+        update, state = optimiser.update(grads, state, params, loss)
+        piece, block = optimiser.update(grads[:, kept], block, params[:, kept], loss, state.shared)
+        assert_close(piece, update[:, kept])
+        assert_close(block.coordinates, {name: value[..., kept] for name, value in state.coordinates.items()})
+        assert_same(block.shared, state.shared)
+        params = params + update
+
+
 def assert_state_is_like(optimiser: Any, like: Tensor | None, dtype: torch.dtype) -> None:
     state = optimiser.init(LAYOUT, (2,), like=like)
     assert state.layout == LAYOUT

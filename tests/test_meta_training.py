@@ -24,7 +24,7 @@ class LearnedRate(Optimiser):
     def init(self, layout, batch=(), *, like=None):
         return optimisers.SGD(1.0).init(layout, batch, like=like)
 
-    def update(self, grads, state, params, loss=None):
+    def update(self, grads, state, params, loss=None, after=None):
         return -self.rate * grads, state
 
 

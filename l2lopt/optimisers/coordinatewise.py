@@ -14,7 +14,7 @@ from l2lopt.cells.cell import Cell, affine
 from l2lopt.errors import UserError
 from l2lopt.optimisers.inputs import INPUTS, Input, Sight
 from l2lopt.optimisers.optimiser import Optimiser, blank, first_step
-from l2lopt.optimisers.rules import RULES, UpdateRule
+from l2lopt.optimisers.rules import RULES, UpdateRule, root_mean_square, spread
 from l2lopt.tables import Choice
 from l2lopt.types import Layout, OptimiserState, Params, seeded
 
@@ -24,7 +24,8 @@ class Coordinatewise(Optimiser):
 
     With x_k the inputs of coordinate k, e = W_e x_k + b_e, (h, s') = cell(e, s), o = W_o h + b_o and the update from
     the rule. A coordinate whose gradient (or its square) is not finite gets the update 0 and keeps its state;
-    `state.shared["skipped"]` [*batch] counts such events. Per coordinate the state takes the cell's numbers and the
+    `state.shared["skipped"]` [*batch] counts such events, and `state.shared["statistic"]` [*batch, tensors] is what a
+    rule with a statistic measured at the last update. Per coordinate the state takes the cell's numbers and the
     inputs' memory (42 for an LSTM of 20 and `rnnprop`'s means).
 
     Args:
@@ -59,11 +60,18 @@ class Coordinatewise(Optimiser):
         x = zero.expand(self.cell.input_size, *zero.shape)
         coordinates |= {f"cell.{key}": value for key, value in self.cell.initial_state(x).items()}
         coordinates |= {f"rule.{key}": zero.clone() for key in self.rule.memory}
-        skipped = torch.zeros(tuple(batch), dtype=torch.int64, device=zero.device)
-        return OptimiserState(layout, coordinates, {"step": first_step(zero), "skipped": skipped})
+        shared = {"step": first_step(zero), "skipped": zero.new_zeros(tuple(batch), dtype=torch.int64)}
+        if self.rule.statistic:
+            shared["statistic"] = zero.new_zeros(*batch, len(layout.names))
+        return OptimiserState(layout, coordinates, shared)
 
     def update(
-        self, grads: Tensor, state: OptimiserState, params: Tensor, loss: Tensor | None = None
+        self,
+        grads: Tensor,
+        state: OptimiserState,
+        params: Tensor,
+        loss: Tensor | None = None,
+        after: Params | None = None,
     ) -> tuple[Tensor, OptimiserState]:
         """One step of the network for every coordinate; about 60 small tensor operations whatever n is."""
         finite = grads.square().isfinite()  # the inputs square it
@@ -72,17 +80,22 @@ class Coordinatewise(Optimiser):
         features: dict[str, Tensor] = {}
         coordinates: dict[str, Tensor] = {}
         for name, item in self._inputs().items():
-            features[name], after = item(sight, _part(state.coordinates, name))
-            coordinates |= {f"{name}.{key}": value for key, value in after.items()}
+            features[name], memory = item(sight, _part(state.coordinates, name))
+            coordinates |= {f"{name}.{key}": value for key, value in memory.items()}
         x = affine(self.embedding.bias, (self.embedding.weight, torch.cat(list(features.values()))))
-        h, after = self.cell(x, _part(state.coordinates, "cell"))
-        coordinates |= {f"cell.{key}": value for key, value in after.items()}
+        h, memory = self.cell(x, _part(state.coordinates, "cell"))
+        coordinates |= {f"cell.{key}": value for key, value in memory.items()}
         outputs = affine(self.head.bias, (self.head.weight, h))
-        update, after = self.rule(outputs, features, sight, _part(state.coordinates, "rule"), state.layout)
-        coordinates |= {f"rule.{key}": value for key, value in after.items()}
+        shared = {"step": step, "skipped": state.shared["skipped"] + (~finite).sum(-1)}
+
+        def measure(values: Tensor) -> Tensor:
+            shared["statistic"] = root_mean_square(values, state.layout) if after is None else after["statistic"]
+            return spread(shared["statistic"], state.layout)
+
+        update, memory = self.rule(outputs, features, sight, _part(state.coordinates, "rule"), measure)
+        coordinates |= {f"rule.{key}": value for key, value in memory.items()}
         kept = {key: torch.where(finite, value, state.coordinates[key]) for key, value in coordinates.items()}
-        skipped = state.shared["skipped"] + (~finite).sum(-1)
-        return update.where(finite, 0.0), OptimiserState(state.layout, kept, {"step": step, "skipped": skipped})
+        return update.where(finite, 0.0), OptimiserState(state.layout, kept, shared if after is None else after)
 
     def _inputs(self) -> dict[str, Input]:
         return dict(self.inputs.items())  # type: ignore[arg-type]  # a ModuleDict forgets what its modules are

@@ -12,7 +12,7 @@ from torch import Tensor
 from l2lopt.errors import UserError, at_least_0
 from l2lopt.optimisers.optimiser import Optimiser, blank, first_step
 from l2lopt.optimisers.schedule import warm_up_cosine
-from l2lopt.types import Layout, OptimiserState
+from l2lopt.types import Layout, OptimiserState, Params
 
 Rate: TypeAlias = float | Tensor
 
@@ -33,7 +33,12 @@ class SGD(Optimiser):
         return OptimiserState(layout, {}, {})
 
     def update(
-        self, grads: Tensor, state: OptimiserState, params: Tensor, loss: Tensor | None = None
+        self,
+        grads: Tensor,
+        state: OptimiserState,
+        params: Tensor,
+        loss: Tensor | None = None,
+        after: Params | None = None,
     ) -> tuple[Tensor, OptimiserState]:
         """−η g."""
         return -_rows(self.lr, grads) * grads, state
@@ -56,7 +61,12 @@ class Momentum(Optimiser):
         return OptimiserState(layout, {"velocity": blank(layout, batch, like)}, {})
 
     def update(
-        self, grads: Tensor, state: OptimiserState, params: Tensor, loss: Tensor | None = None
+        self,
+        grads: Tensor,
+        state: OptimiserState,
+        params: Tensor,
+        loss: Tensor | None = None,
+        after: Params | None = None,
     ) -> tuple[Tensor, OptimiserState]:
         """−η v'."""
         velocity = self.momentum * state.coordinates["velocity"] + grads
@@ -102,7 +112,12 @@ class AdamW(Optimiser):
         return OptimiserState(layout, {"m": m, "v": v}, {"step": first_step(m)})
 
     def update(
-        self, grads: Tensor, state: OptimiserState, params: Tensor, loss: Tensor | None = None
+        self,
+        grads: Tensor,
+        state: OptimiserState,
+        params: Tensor,
+        loss: Tensor | None = None,
+        after: Params | None = None,
     ) -> tuple[Tensor, OptimiserState]:
         """−η_t (m̂ / (√v̂ + ε) + λ θ)."""
         step = state.shared["step"]

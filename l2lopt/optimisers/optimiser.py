@@ -31,32 +31,52 @@ class Optimiser(nn.Module, ABC):
 
     @abstractmethod
     def update(
-        self, grads: Tensor, state: OptimiserState, params: Tensor, loss: Tensor | None = None
+        self,
+        grads: Tensor,
+        state: OptimiserState,
+        params: Tensor,
+        loss: Tensor | None = None,
+        after: Params | None = None,
     ) -> tuple[Tensor, OptimiserState]:
         """The update [*batch, n], to be ADDED to the parameters, and the next state.
+
+        Coordinates meet only in what is shared. So a part of them can be updated by itself, with what is shared
+        afterwards given: the result is that part of the whole update.
 
         Args:
             grads: the gradient of the loss, [*batch, n].
             state: from `init` or the last update.
             params: the parameters θ, [*batch, n].
             loss: [*batch]; only rules that have it among their inputs need it.
+            after: the next state's `shared`, where it is known already; taken as a constant.
         """
 
     def forward(
-        self, grads: Tensor, state: OptimiserState, params: Tensor, loss: Tensor | None = None
+        self,
+        grads: Tensor,
+        state: OptimiserState,
+        params: Tensor,
+        loss: Tensor | None = None,
+        after: Params | None = None,
     ) -> tuple[Tensor, OptimiserState]:
         """`update`, under the name that `torch.func.functional_call` calls."""
-        return self.update(grads, state, params, loss)
+        return self.update(grads, state, params, loss, after)
 
     def phi(self) -> Params:
         """The meta-parameters by name."""
         return dict(self.named_parameters())
 
     def update_with(
-        self, phi: Params, grads: Tensor, state: OptimiserState, params: Tensor, loss: Tensor | None = None
+        self,
+        phi: Params,
+        grads: Tensor,
+        state: OptimiserState,
+        params: Tensor,
+        loss: Tensor | None = None,
+        after: Params | None = None,
     ) -> tuple[Tensor, OptimiserState]:
         """`update` as a function of φ as well: what an unroll differentiates."""
-        result: tuple[Tensor, OptimiserState] = functional_call(self, phi, (grads, state, params, loss))
+        result: tuple[Tensor, OptimiserState] = functional_call(self, phi, (grads, state, params, loss, after))
         return result
 
 

@@ -1,7 +1,8 @@
 """How a learned rule turns its network's outputs into an update."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +10,9 @@ from torch import Tensor, nn
 from l2lopt.errors import above_0, at_least_0
 from l2lopt.optimisers.inputs import Sight
 from l2lopt.types import Layout, Params
+
+Measure: TypeAlias = Callable[[Tensor], Tensor]
+"""[*batch, n] → the rule's statistic of the tensor that each coordinate lies in, [*batch, n]."""
 
 
 class UpdateRule(nn.Module, ABC):
@@ -28,7 +32,7 @@ class UpdateRule(nn.Module, ABC):
 
     @abstractmethod
     def forward(
-        self, outputs: Tensor, features: Mapping[str, Tensor], sight: Sight, memory: Params, layout: Layout
+        self, outputs: Tensor, features: Mapping[str, Tensor], sight: Sight, memory: Params, measure: Measure
     ) -> tuple[Tensor, Params]:
         """The update [*batch, n] and the memory after it.
 
@@ -37,7 +41,7 @@ class UpdateRule(nn.Module, ABC):
             features: each input's by its name, [size, *batch, n].
             sight: gradient, θ, step and loss.
             memory: the running values by name.
-            layout: of the coordinates.
+            measure: takes the statistic; a replay of some of the coordinates gives what was measured on all.
         """
 
 
@@ -55,7 +59,7 @@ class Additive(UpdateRule):
         self.step_size = step_size
 
     def forward(
-        self, outputs: Tensor, features: Mapping[str, Tensor], sight: Sight, memory: Params, layout: Layout
+        self, outputs: Tensor, features: Mapping[str, Tensor], sight: Sight, memory: Params, measure: Measure
     ) -> tuple[Tensor, Params]:
         """s·o."""
         return self.step_size * outputs[0], memory
@@ -90,11 +94,12 @@ class DirectionAndMagnitude(UpdateRule):
         self.log_scale = nn.Parameter(torch.zeros(()))
 
     def forward(
-        self, outputs: Tensor, features: Mapping[str, Tensor], sight: Sight, memory: Params, layout: Layout
+        self, outputs: Tensor, features: Mapping[str, Tensor], sight: Sight, memory: Params, measure: Measure
     ) -> tuple[Tensor, Params]:
         """S_t·(d / RMS(d) − λ θ)."""
         direction = outputs[0] - features["rnnprop"][0] if self.needs else outputs[0]
-        direction = normalise(direction * outputs[1].exp(), layout)
+        direction = direction * outputs[1].exp()
+        direction = direction / measure(direction)
         steps = (sight.step - 1).to(direction.dtype)
         scale = self.step_size * torch.exp(10 * self.log_scale) / (1 + steps / self.horizon)
         return scale * (direction - self.weight_decay * sight.params), memory
@@ -121,7 +126,7 @@ class Gated(UpdateRule):
         self.weight_gates = nn.Parameter(torch.zeros(2))
 
     def forward(
-        self, outputs: Tensor, features: Mapping[str, Tensor], sight: Sight, memory: Params, layout: Layout
+        self, outputs: Tensor, features: Mapping[str, Tensor], sight: Sight, memory: Params, measure: Measure
     ) -> tuple[Tensor, Params]:
         """−(1 − f)∘θ − i∘g."""
         f, i = (
@@ -147,16 +152,22 @@ class Bounded(UpdateRule):
         self.step_size = step_size
 
     def forward(
-        self, outputs: Tensor, features: Mapping[str, Tensor], sight: Sight, memory: Params, layout: Layout
+        self, outputs: Tensor, features: Mapping[str, Tensor], sight: Sight, memory: Params, measure: Measure
     ) -> tuple[Tensor, Params]:
         """s·tanh o."""
         return self.step_size * torch.tanh(outputs[0]), memory
 
 
-def normalise(direction: Tensor, layout: Layout, eps: float = 1e-12) -> Tensor:
-    """[*batch, n] with each tensor's coordinates divided by their root mean square (at least `eps`)."""
-    parts = layout.split(direction)
-    return torch.cat([part / (part.square().mean(-1, keepdim=True) + eps**2).sqrt() for part in parts], dim=-1)
+def root_mean_square(values: Tensor, layout: Layout, eps: float = 1e-12) -> Tensor:
+    """The root mean square (at least `eps`) of each tensor's coordinates: [*batch, n] to [*batch, tensors]."""
+    squares = [part.square().sum(-1) / max(part.shape[-1], 1) for part in layout.split(values)]
+    return (torch.stack(squares, dim=-1) + eps**2).sqrt()
+
+
+def spread(statistic: Tensor, layout: Layout) -> Tensor:
+    """A number per tensor [*batch, tensors] to each of its coordinates, [*batch, n]."""
+    sizes = torch.tensor(layout.sizes, device=statistic.device)
+    return statistic.repeat_interleave(sizes, dim=-1, output_size=layout.size)
 
 
 RULES: Mapping[str, type[UpdateRule]] = {

@@ -34,6 +34,11 @@ def test_permutes_with_its_coordinates(make):
 
 
 @each_optimiser
+def test_blocks_are_parts_of_the_whole(make):
+    laws.assert_blocks_are_parts_of_the_whole(make())
+
+
+@each_optimiser
 @pytest.mark.parametrize(("like", "dtype"), [(None, torch.float32), (torch.zeros(1).double(), torch.float64)])
 def test_state_is_like(make, like, dtype):
     laws.assert_state_is_like(make(), like, dtype)

@@ -9,7 +9,7 @@ import torch
 from implementations import RULES, normal, seeded
 
 from l2lopt.optimisers.inputs import Sight
-from l2lopt.optimisers.rules import Additive, Bounded, DirectionAndMagnitude, Gated, normalise
+from l2lopt.optimisers.rules import Additive, Bounded, DirectionAndMagnitude, Gated, root_mean_square, spread
 from l2lopt.types import Layout
 
 LAYOUT = Layout(("scalar", "matrix", "vector"), ((), (2, 2), (3,)))
@@ -23,7 +23,11 @@ def see(params, step, grads=None):
 def apply(rule, outputs, nominal, params, step, grads=None):
     features = {"rnnprop": torch.stack([nominal, torch.full_like(nominal, 1e9)])}
     memory = {name: torch.zeros_like(params) for name in rule.memory}
-    return rule(outputs, features, see(params, step, grads), memory, LAYOUT)[0]
+    return rule(outputs, features, see(params, step, grads), memory, measure)[0]
+
+
+def measure(values):
+    return spread(root_mean_square(values, LAYOUT), LAYOUT)
 
 
 def rolled_out(rule, oracle, step, tolerance=1e-13, **options):
@@ -50,7 +54,7 @@ def test_gated_over_three_steps():
     outputs, grads, theta = normal(3, 2, 8), normal(3, 8, seed=1), normal(8, seed=2)
     memory, gates, wanted = dict.fromkeys(rule.memory, torch.zeros(8).double()), [(0.0, 0.0)] * 8, theta.tolist()
     for step in range(3):
-        update, memory = rule(outputs[step], {}, see(theta, step + 1, grads[step]), memory, LAYOUT)
+        update, memory = rule(outputs[step], {}, see(theta, step + 1, grads[step]), memory, measure)
         theta = theta + update
         moved = [
             oracles.gated(phi, *outputs[step, :, k].tolist(), float(grads[step, k]), wanted[k], gates[k])
@@ -81,13 +85,14 @@ def test_without_nominal_the_inputs_are_not_looked_at():
     rule = DirectionAndMagnitude(nominal=False).double()
     outputs, params = normal(2, 8), normal(8, seed=2)
     wanted = oracles.direction_and_magnitude(outputs.T.tolist(), [0.0] * 8, params.tolist(), 1, SIZES)
-    update, _ = rule(outputs, {}, see(params, 1), {}, LAYOUT)
+    update, _ = rule(outputs, {}, see(params, 1), {}, measure)
     laws.assert_close(update, torch.tensor(wanted, dtype=torch.float64), 1e-13)
 
 
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e6])
 def test_normalised_directions_have_root_mean_square_1_in_each_tensor(size):
-    for part in LAYOUT.split(normalise(size * normal(2, 8), LAYOUT)):
+    values = size * normal(2, 8)
+    for part in LAYOUT.split(values / measure(values)):
         laws.assert_close(part.square().mean(-1), torch.ones(2, dtype=torch.float64))
 
 
