@@ -119,6 +119,15 @@ OPTIMISERS = {
 }
 LEARNED = {label: make for label, make in OPTIMISERS.items() if list(make().parameters())}
 
+FOLDED = {
+    "lstm": "lstm",
+    "ihc-lstm": "ihc-lstm",
+    "ihc-lstm with gate bias": {"name": "ihc-lstm", "gate_bias": True},
+    "ihc-lstm without gate input": {"name": "ihc-lstm", "gate_input": False},
+    "ihc-lstm uvh": {"name": "ihc-lstm", "gamma_on": "uvh"},
+}
+"""Label → the cells for which there are fast twins."""
+
 EXACT_UNROLLS = {
     "taped, first order": (1, partial(unrolls.Taped, 1)),
     "taped, second order": (2, partial(unrolls.Taped, 2)),

@@ -21,7 +21,7 @@ class Diverging(Optimiser):
     def init(self, layout, batch=(), *, like=None):
         return SGD(0.1).init(layout, batch, like=like)._replace(shared={"step": torch.zeros(())})
 
-    def update(self, grads, state, params, loss=None):
+    def update(self, grads, state, params, loss=None, after=None):
         step = state.shared["step"] + 1
         change = torch.where(step > 2, torch.nan, torch.zeros_like(grads))
         return change, state._replace(shared={"step": step})

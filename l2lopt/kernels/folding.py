@@ -1,0 +1,81 @@
+"""The learned rule's linear maps multiplied out, so that one product a step takes raw features and h."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from l2lopt.cells.highway import Highway, Simplified
+from l2lopt.cells.lstm import LSTM, LSTMCore
+from l2lopt.optimisers import Coordinatewise, Optimiser
+from l2lopt.types import Params
+
+
+class Folded(NamedTuple):
+    """What a step multiplies with, N the cell's input size, M its hidden size, F features per coordinate.
+
+    Attributes:
+        first: [4M, F + M + 1] for an LSTM, the rows those of i, f, o, a; [3N + M, F + M + 1] for an IHC-LSTM, the rows
+            those of g (before its σ), F(h), x and a. The columns are those of the features, of h and of 1.
+        second: [3M, N] for an IHC-LSTM, the rows f, i, o on v; None for an LSTM.
+        second_bias: [3M], or None.
+        head: [outputs, M].
+        head_bias: [outputs].
+    """
+
+    first: Tensor
+    second: Tensor | None
+    second_bias: Tensor | None
+    head: Tensor
+    head_bias: Tensor
+
+
+def refusal(optimiser: Optimiser) -> str | None:
+    """Why an optimiser cannot be folded, or None where it can."""
+    if type(optimiser) is not Coordinatewise:
+        return f"{type(optimiser).__name__} is not the coordinatewise learned optimiser"
+    cell = optimiser.cell
+    if type(cell) is LSTM:
+        return None
+    if type(cell) is Simplified and type(cell.highway) is Highway and type(cell.core) is LSTMCore:
+        return None
+    return f"the cell is neither LSTM nor IHC-LSTM: {type(cell).__name__}"
+
+
+def fold(optimiser: Coordinatewise, phi: Params) -> Folded:
+    """The products under φ, differentiable in it.
+
+    W_e takes the features into the cell, so that W (W_e x + b_e) + U h + b = [W W_e, U, W b_e + b] [x; h; 1].
+    """
+    embed = torch.cat([phi["embedding.weight"], phi["embedding.bias"][:, None]], dim=1)  # [N, F + 1]
+    head, head_bias = phi["head.weight"], phi["head.bias"]
+    if isinstance(optimiser.cell, LSTM):
+        rows = _joined(embed, phi["cell.weight_x"], phi["cell.weight_h"], phi["cell.bias"])
+        i, f, a, o = rows.chunk(4)
+        return Folded(torch.cat([i, f, o, a]), None, None, head, head_bias)
+    back = phi["cell.highway.feedback.weight_h"]
+    gamma = phi["cell.highway.gamma"]
+    if optimiser.cell.highway.gamma_on == "uvh":  # type: ignore[union-attr]  # `refusal` has looked at it
+        gamma = gamma @ back
+    weight_x, weight_v = phi["cell.core.weight_x"], phi["cell.core.weight_v"]
+    none, unit = torch.zeros_like(back), torch.eye(*embed.shape[:1], dtype=embed.dtype, device=embed.device)
+    gate = phi.get("cell.highway.weight_g", torch.zeros_like(unit))
+    first = torch.cat(
+        [
+            _joined(embed, gate, gamma, phi.get("cell.highway.bias_g")),
+            _joined(embed, torch.zeros_like(unit), back, None),
+            _joined(embed, unit, none, None),
+            _joined(embed, weight_x, weight_x.new_zeros(weight_x.shape[0], back.shape[1]), None),
+        ]
+    )
+    bias = phi.get("cell.core.gate_bias")
+    if bias is not None:
+        bias = torch.cat([bias, bias.new_zeros(2 * bias.shape[0])])
+    return Folded(first, weight_v, bias, head, head_bias)
+
+
+def _joined(embed: Tensor, weight_x: Tensor, weight_h: Tensor, bias: Tensor | None) -> Tensor:
+    """[W W_e, U, W b_e + b]."""
+    x = weight_x @ embed
+    last = x[:, -1:] if bias is None else x[:, -1:] + bias[:, None]
+    return torch.cat([x[:, :-1], weight_h, last], dim=1)
