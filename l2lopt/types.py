@@ -62,6 +62,14 @@ class Layout:
         parts: tuple[Tensor, ...] = flat.split(self.sizes, dim=-1)
         return parts
 
+    def between(self, low: int, high: int) -> "Layout":
+        """The layout of coordinates `low` … `high` − 1: all names, with the sizes of what lies between."""
+        sizes, first = [], 0
+        for size in self.sizes:
+            sizes.append((max(0, min(high, first + size) - max(low, first)),))
+            first += size
+        return Layout(self.names, tuple(sizes))
+
 
 pytree.register_pytree_node(Layout, lambda layout: ([], layout), lambda _, layout: layout)
 

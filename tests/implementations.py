@@ -3,6 +3,7 @@
 A label starts with the implementation's registered name, so that a test can ask for the ones that are missing.
 """
 
+import tempfile
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -138,7 +139,13 @@ ESTIMATORS = {
     "pes": partial(unrolls.EvolutionStrategies, 2, persistent=True),
 }
 """Label → factory of the unrolls that give a random estimate."""
-UNROLLS = {label: make for label, (_, make) in EXACT_UNROLLS.items()}
+BLOCKWISE = {
+    "blockwise": unrolls.Blockwise,
+    "blockwise in small blocks": partial(unrolls.Blockwise, block=7),
+    "blockwise, spilt": partial(unrolls.Blockwise, block=7, spill=tempfile.gettempdir()),
+}
+"""Label → factory of those that are exact in first order but for the slope of statistics over a tensor."""
+UNROLLS = {label: make for label, (_, make) in EXACT_UNROLLS.items()} | BLOCKWISE
 MODULE_UNROLLS = {"higher": (2, unrolls.Higher)}
 """Likewise, of those that take single runs of a loss that knows its module, and refuse the rest."""
 
@@ -219,3 +226,15 @@ def problem(
     steps = [Step(inner[t], MIXTURES[mixture](inner[t], inner[t + 1], batch("heldout", t))) for t in range(length)]
     carry = Carry(theta, aux, rule.init(layout, rows, like=theta))
     return Problem(rule.update_with, flat_loss(task, layout), rule.phi(), carry, steps)
+
+
+def with_statistics_constant(task: Problem) -> Problem:
+    """The problem with an update that takes no slope through what its coordinates share."""
+
+    def update(phi: Any, grads: Any, state: Any, params: Any, loss: Any = None, after: Any = None) -> Any:
+        if after is None:
+            with torch.no_grad():
+                after = task.update(phi, grads, state, params, loss)[1].shared
+        return task.update(phi, grads, state, params, loss, after)
+
+    return task._replace(update=update)

@@ -38,6 +38,17 @@ def test_split_cuts_the_last_axis(shapes, batch):
     laws.assert_same(torch.cat(parts, -1), flat)
 
 
+@given(shapes, st.data())
+def test_between_counts_what_lies_between(shapes, data):
+    layout = Layout.of(named(shapes))
+    low = data.draw(st.integers(0, layout.size))
+    high = data.draw(st.integers(low, layout.size))
+    owners = [name for name, size in zip(layout.names, layout.sizes, strict=True) for _ in range(size)][low:high]
+    between = layout.between(low, high)
+    assert between.names == layout.names
+    assert between.sizes == tuple(owners.count(name) for name in layout.names)
+
+
 def test_order_is_that_of_the_names_and_not_of_the_mapping():
     params = named([(2,), (3,)])
     layout = Layout.of(params)

@@ -4,12 +4,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from l2lopt import tables
+from l2lopt.unrolls.blockwise import Blockwise
 from l2lopt.unrolls.evolution import EvolutionStrategies, persistent_evolution_strategies
 from l2lopt.unrolls.higher import Higher
 from l2lopt.unrolls.taped import Taped
 from l2lopt.unrolls.unroll import MetaGradient, Unroll, UnrollState
 
 UNROLLS: Mapping[str, Callable[..., Unroll]] = {
+    "blockwise": Blockwise,
     "taped": Taped,
     "higher": Higher,
     "es": EvolutionStrategies,
@@ -23,4 +25,14 @@ def make(name: str, **options: Any) -> Unroll:
     return unroll
 
 
-__all__ = ["UNROLLS", "EvolutionStrategies", "Higher", "MetaGradient", "Taped", "Unroll", "UnrollState", "make"]
+__all__ = [
+    "UNROLLS",
+    "Blockwise",
+    "EvolutionStrategies",
+    "Higher",
+    "MetaGradient",
+    "Taped",
+    "Unroll",
+    "UnrollState",
+    "make",
+]

@@ -1,13 +1,14 @@
 """Backpropagation through the unrolled optimisation, on autograd's tape (Andrychowicz et al. 2016)."""
 
 from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from l2lopt.errors import UserError
-from l2lopt.types import Aux, Batch, Carry, Loss, Params, Step, Update, detach
+from l2lopt.types import Carry, Loss, Params, Step, Update, detach
+from l2lopt.unrolls.measured import Measured, Objective, gradient_of, measure, term
 from l2lopt.unrolls.unroll import MetaGradient, Unroll, UnrollState
 
 
@@ -33,7 +34,7 @@ class Taped(Unroll):
         self,
         order: Literal[1, 2] = 1,
         truncation: int | None = None,
-        objective: Literal["loss", "log-loss"] = "loss",
+        objective: Objective = "loss",
     ) -> None:
         if truncation is not None and truncation < 1:
             raise UserError("truncation", expected="at least 1", found=str(truncation), remedy="change the value")
@@ -54,11 +55,11 @@ class Taped(Unroll):
         losses: list[Tensor] = []
         params, aux, optimiser_state = detach(carry)
         terms: list[Tensor] = []
-        known: list[_Measured] = []  # the losses already measured at this θ
+        known: list[Measured] = []  # the losses already measured at this θ
 
         def close_window() -> None:
             nonlocal params, aux, optimiser_state
-            for name, piece in zip(leaves, _gradient(terms, list(leaves.values())), strict=True):
+            for name, piece in gradient_of(sum(terms, torch.zeros(())), leaves).items():
                 gradient[name] += piece
             terms.clear()
             params, aux, optimiser_state = detach(Carry(params, aux, optimiser_state))
@@ -70,48 +71,16 @@ class Taped(Unroll):
                 if index and self.truncation and index % self.truncation == 0:
                     close_window()
                 seen = next((m for m in known if m.batch is step.batch), None)
-                seen = seen or _measure(loss, params, aux, step.batch, second)
+                seen = seen or measure(loss, params, aux, step.batch, second)
                 losses.append(seen.loss.detach())
                 change, optimiser_state = update(leaves, seen.grads, optimiser_state, params, seen.loss)
                 params, aux = params + change, seen.aux
-                known = [_measure(loss, params, aux, target.batch, second) for target in step.targets]
+                known = [measure(loss, params, aux, target.batch, second) for target in step.targets]
                 for measured, target in zip(known, step.targets, strict=True):
-                    term, slope = measured.loss, target.weight * torch.ones_like(measured.loss)
-                    if self.objective == "log-loss":
-                        term, slope = term.log(), slope / measured.loss
-                    rows = max(term.numel(), 1)
-                    value = value + target.weight * term.detach().sum() / rows
-                    if second:
-                        terms.append(target.weight * term.sum() / rows)
-                    else:
-                        terms.append((slope[..., None] * measured.grads * params).sum() / rows)
+                    piece, slope = term(measured, target.weight, self.objective)
+                    value = value + piece.detach()
+                    terms.append(piece if second else (slope[..., None] * measured.grads * params).sum())
             close_window()
         finite = all(bool(t.isfinite().all()) for t in (value, params, *gradient.values()))
         trajectory = torch.stack(losses) if losses else carry.params.new_zeros(0)
         return MetaGradient(value, gradient, Carry(params, aux, optimiser_state), trajectory, finite, state)
-
-
-class _Measured(NamedTuple):
-    """The loss at one θ on one batch, remembered because a target often is the next step's batch."""
-
-    batch: Batch
-    loss: Tensor
-    grads: Tensor
-    aux: Aux
-
-
-def _measure(loss: Loss, params: Tensor, aux: Aux, batch: Batch, second: bool) -> _Measured:
-    """The loss and its gradient at θ: both on the tape in second order, constants in first."""
-    theta = params if second and params.requires_grad else params.detach().requires_grad_()
-    value, moved = loss(theta, aux, batch)
-    (grads,) = torch.autograd.grad(value.sum(), theta, create_graph=second)
-    return _Measured(batch, value if second else value.detach(), grads, detach(moved))
-
-
-def _gradient(terms: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
-    """The gradient of the sum of `terms`, zeros where it does not depend on a leaf."""
-    value = sum(terms, torch.zeros(()))
-    if not leaves or not value.requires_grad:
-        return [torch.zeros_like(leaf) for leaf in leaves]
-    pieces = torch.autograd.grad(value, leaves, allow_unused=True)
-    return [torch.zeros_like(leaf) if piece is None else piece for leaf, piece in zip(leaves, pieces, strict=True)]

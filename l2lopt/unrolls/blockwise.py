@@ -1,0 +1,244 @@
+"""Exact first-order meta-gradients in bounded memory: run without a tape, then go back block by block."""
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from math import ceil
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from l2lopt.errors import UserError
+from l2lopt.types import (
+    BlockUpdate,
+    Carry,
+    Layout,
+    Loss,
+    OptimiserState,
+    Params,
+    Replay,
+    Step,
+    Update,
+    Window,
+    detach,
+    generator,
+)
+from l2lopt.unrolls.measured import Measured, Objective, gradient_of, measure, term
+from l2lopt.unrolls.record import Record, Rows
+from l2lopt.unrolls.unroll import MetaGradient, Unroll, UnrollState
+
+
+class Blockwise(Unroll):
+    """Backpropagation through the unrolled optimisation, of first order, at one vector of memory a step.
+
+    Gradients and losses are constants in first order, so coordinates meet nowhere but in what their optimiser shares,
+    and that is recorded and taken as a constant too. The steps run forward without a tape and keep, of each, the
+    gradient g_t and, where it is another vector, the source q_t = ∂(meta-loss)/∂θ_t. Then every block of coordinates
+    is replayed on its own, with (u_t, s_{t+1}) = m_φ(g_t, s_t, θ_t), θ_{t+1} = θ_t + u_t and the adjoint run down from
+    a_T = q_T, s̄_T = 0:
+
+        a_t = q_t + a_{t+1} (1 + ∂u_t/∂θ_t) + s̄_{t+1} ∂s_{t+1}/∂θ_t
+        s̄_t = s̄_{t+1} ∂s_{t+1}/∂s_t + a_{t+1} ∂u_t/∂s_t
+        dφ += a_{t+1} ∂u_t/∂φ + s̄_{t+1} ∂s_{t+1}/∂φ
+
+    Equal to `Taped` of first order to rounding, but for rules with a statistic over a tensor, whose slope `Taped` has
+    and this unroll leaves out. The replay is the update's own if it is a `BlockUpdate`, else autograd's.
+
+    With `share` below 1 only a random share of each tensor's coordinates is recorded and replayed, drawn anew for
+    every window and weighted by its inverse: the mean over draws is the whole meta-gradient.
+
+    Memory: T vectors of n numbers, 2T if the meta-loss looks at other batches than the next step's, and a block's
+    replay; `plan` says how much that is. The vectors are used again by the next call, so calls must not overlap.
+
+    Args:
+        truncation: K, the steps of a window; None for the whole call.
+        objective: "loss" or "log-loss".
+        share: of the coordinates, in (0, 1].
+        record: numbers of the record: "full", the gradient's own, or "bfloat16". The optimiser sees them as stored.
+        block: coordinates replayed at once.
+        spill: a folder for the record, as memory-mapped files; none: in memory.
+    """
+
+    def __init__(
+        self,
+        truncation: int | None = None,
+        objective: Objective = "loss",
+        share: float = 1.0,
+        record: Literal["full", "bfloat16"] = "full",
+        block: int = 2048,
+        spill: str | None = None,
+    ) -> None:
+        for name, value in (("truncation", truncation), ("block", block)):
+            if value is not None and value < 1:
+                raise UserError(name, expected="at least 1", found=str(value), remedy="change the value")
+        if not 0 < share <= 1:
+            raise UserError("share", expected="a number in (0, 1]", found=str(share), remedy="change the value")
+        self.truncation, self.objective = truncation, objective
+        self.share, self.record, self.block = share, record, block
+        self.rows = Rows(spill)
+
+    def init(self, carry: Carry, phi: Params, seed: int) -> UnrollState:
+        """The seed of the draws and the number of windows so far, where coordinates are drawn."""
+        return torch.tensor([seed, 0]) if self.share < 1 else ()
+
+    def __call__(
+        self, update: Update, loss: Loss, phi: Params, carry: Carry, steps: Iterable[Step], state: UnrollState = ()
+    ) -> MetaGradient:
+        """Runs and differentiates; see `Unroll.__call__`."""
+        phi, way = detach(phi), _way(update)
+        gradient = {name: torch.zeros_like(piece, dtype=torch.float64) for name, piece in phi.items()}
+        value = carry.params.new_zeros(())
+        losses: list[Tensor] = []
+        params, aux, optimiser_state = detach(carry)
+        known: list[tuple[Measured, Tensor]] = []  # what the last step measured, and its slopes
+        window: _Open | None = None
+
+        def close() -> None:
+            if window is not None:
+                window.record.sources(known)
+                for name, piece in self._replayed(phi, window, way).items():
+                    gradient[name] += piece
+
+        for index, step in enumerate(steps):
+            seen = next((m for m, _ in known if m.batch is step.batch), None)
+            seen = seen or measure(loss, params, aux, step.batch)
+            if window is None or (self.truncation and index % self.truncation == 0):
+                close()
+                window, state = self._open(optimiser_state, params, state)
+                optimiser_state = way.own(optimiser_state)
+            else:
+                window.record.sources(known, seen)
+            losses.append(seen.loss)
+            with torch.no_grad():
+                grads = window.record.stored(seen.grads)
+                change, optimiser_state = way.advance(phi, grads, optimiser_state, params, seen.loss)
+                params, aux = params + change, seen.aux
+                window.record.step(grads, seen.loss, optimiser_state.shared)
+            known = []
+            for target in step.targets:
+                measured = measure(loss, params, aux, target.batch)
+                piece, slope = term(measured, target.weight, self.objective)
+                value = value + piece
+                known.append((measured, slope))
+        close()
+        summed = {name: piece.to(phi[name].dtype) for name, piece in gradient.items()}
+        finite = all(bool(t.isfinite().all()) for t in (value, params, *summed.values()))
+        trajectory = torch.stack(losses) if losses else carry.params.new_zeros(0)
+        return MetaGradient(value, summed, Carry(params, aux, optimiser_state), trajectory, finite, state)
+
+    def _open(self, optimiser_state: OptimiserState, params: Tensor, state: UnrollState) -> "tuple[_Open, UnrollState]":
+        """An empty window at the present place, and the unroll's own state after the draw."""
+        self.rows.clear()
+        dtype = torch.bfloat16 if self.record == "bfloat16" else params.dtype
+        if self.share == 1:
+            return _Open(Record(optimiser_state, params, self.rows, dtype), None), state
+        seed, count = state.tolist()
+        source = generator("coordinates", seed, count)
+        select, weights, layout = stratified(optimiser_state.layout, self.share, source)
+        part = optimiser_state._replace(
+            layout=layout,
+            coordinates={
+                name: value.index_select(-1, select.to(value.device))
+                for name, value in optimiser_state.coordinates.items()
+            },
+        )
+        record = Record(part, params, self.rows, dtype, select.to(params.device))
+        return _Open(record, weights.to(params)), state + torch.tensor([0, 1])
+
+    def _replayed(self, phi: Params, window: "_Open", way: "_Way") -> dict[str, Tensor]:
+        """The window's meta-gradient in float64, block after block, summed in a fixed order."""
+        total = {name: torch.zeros_like(piece, dtype=torch.float64) for name, piece in phi.items()}
+        size = window.record.state.layout.size
+
+        def replay(low: int) -> Params:
+            return way.replay(phi, window.record.window(low, min(low + self.block, size), window.weights))
+
+        with _threads(way.threads) as each:
+            for pieces in each(replay, range(0, size, self.block)):
+                for name, piece in pieces.items():
+                    total[name] += piece
+        return total
+
+
+class _Open(NamedTuple):
+    """A window under way, and the weights [m] of its coordinates where they are a sample."""
+
+    record: Record
+    weights: Tensor | None
+
+
+class _Way(NamedTuple):
+    """How an update is run forward and gone back through."""
+
+    advance: Update
+    replay: Replay
+    own: Callable[[OptimiserState], OptimiserState]
+    threads: int
+
+
+def _way(update: Update) -> _Way:
+    if isinstance(update, BlockUpdate):
+        return _Way(update.advance, update.replay, _copy, torch.get_num_threads())
+    return _Way(update, taped_replay(update), lambda state: state, 1)
+
+
+def _copy(state: OptimiserState) -> OptimiserState:
+    """A state that may be overwritten; blank numbers, which take no memory, are left to be made when written to."""
+    blank = {name for name, value in state.coordinates.items() if value.dim() and value.stride(-1) == 0}
+    own = {name: value if name in blank else value.clone() for name, value in state.coordinates.items()}
+    return state._replace(coordinates=own)
+
+
+def taped_replay(update: Update) -> Replay:
+    """The replay of any update on autograd's tape: about 0.5 KB a coordinate of the block and step for an LSTM."""
+
+    def replay(phi: Params, window: Window) -> Params:
+        leaves = {name: value.detach().requires_grad_() for name, value in phi.items()}
+        state, params, total = window.state, window.params, torch.zeros(())
+        with torch.enable_grad():
+            for grads, source, loss, after in zip(
+                window.grads, window.sources, window.losses, window.shared, strict=True
+            ):
+                change, state = update(leaves, grads, state, params, loss, after)
+                params = params + change
+                total = total + (source * params).sum()
+        return gradient_of(total, leaves)
+
+    return replay
+
+
+def stratified(layout: Layout, share: float, source: torch.Generator) -> tuple[Tensor, Tensor, Layout]:
+    """A random share of every tensor's coordinates, at least one of each, without replacement.
+
+    Returns:
+        Their places [m], rising; the inverse of the chance each had [m]; and the layout of the sample, which keeps all
+        names.
+    """
+    places, weights, counts, first = [], [], [], 0
+    for size in layout.sizes:
+        count = ceil(share * size)
+        places.append(first + torch.randperm(size, generator=source)[:count].sort().values)
+        weights.append(torch.full((count,), size / max(count, 1), dtype=torch.float64))
+        counts.append((count,))
+        first += size
+    empty = torch.empty(0)
+    return (
+        torch.cat([empty.long(), *places]),
+        torch.cat([empty.double(), *weights]),
+        Layout(layout.names, tuple(counts)),
+    )
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[Callable[..., Iterator[Any]]]:
+    """`map` over `count` Python threads with one torch thread each, results in order; plain `map` for one."""
+    before = torch.get_num_threads()
+    if count == 1:
+        yield map
+        return
+    try:
+        with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            yield pool.map
+    finally:
+        torch.set_num_threads(before)  # threads begun later take over what was set last, wherever it was

@@ -1,0 +1,122 @@
+"""The blockwise unroll: equal to the tape's first order, and right on average when it samples coordinates."""
+
+import laws
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from implementations import BLOCKWISE, LEARNED, MIXTURES, problem, with_statistics_constant
+
+from l2lopt.errors import UserError
+from l2lopt.types import Layout, generator
+from l2lopt.unrolls import Blockwise, Taped
+from l2lopt.unrolls.blockwise import stratified
+
+each_blockwise = pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in BLOCKWISE.items()])
+DIRECTION = "coordinatewise direction-and-magnitude"
+
+
+@each_blockwise
+@pytest.mark.parametrize("objective", ["loss", "log-loss"])
+@pytest.mark.parametrize("rule", LEARNED)
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_meta_gradient_is_exact(make, objective, rule, mixture):
+    """Against the `torch.func` oracle, statistics over a tensor taken as constants."""
+    task = with_statistics_constant(problem(rule, mixture=mixture))
+    laws.assert_meta_gradient_is_exact(make(objective=objective), task, 1, objective)
+
+
+@pytest.mark.parametrize("optimisee", ["quadratic", "module with batch norm"])
+@pytest.mark.parametrize("truncation", [None, 1, 2, 3])
+@pytest.mark.parametrize("seeds", [3, (3, 4)], ids=["run", "rows"])
+def test_equals_the_tape(optimisee, truncation, seeds):
+    task = with_statistics_constant(problem(DIRECTION, optimisee, seeds=seeds, length=5))
+    ours, tape = laws.run(Blockwise(truncation, block=7), task), laws.run(Taped(truncation=truncation), task)
+    laws.assert_close(vars(ours), vars(tape), 1e-10)
+
+
+def test_the_slope_of_a_statistic_is_left_out():
+    task = problem(DIRECTION)
+    left_out, whole = laws.run(Blockwise(), task), laws.run(Taped(), task)
+    laws.assert_close(left_out.value, whole.value)
+    assert any((left_out.gradient[name] - whole.gradient[name]).abs().max() > 1e-6 for name in task.phi)
+
+
+def test_a_record_in_bfloat16_is_what_the_optimiser_sees():
+    """The run is that of rounded gradients, and the meta-gradient is that run's."""
+    task = problem("coordinatewise gated")
+
+    def rounded(phi, grads, state, params, loss=None, after=None):
+        return task.update(phi, grads.bfloat16().double(), state, params, loss, after)
+
+    ours = laws.run(Blockwise(record="bfloat16"), task)
+    tape = laws.run(Taped(), task._replace(update=rounded))
+    laws.assert_close([ours.value, ours.carry, ours.losses], [tape.value, tape.carry, tape.losses])
+    laws.assert_close(ours.gradient, tape.gradient, 2e-2)  # the sources are rounded too
+
+
+@pytest.mark.parametrize("rule", ["coordinatewise additive", DIRECTION])
+@pytest.mark.parametrize("seeds", [3, (3, 4)], ids=["run", "rows"])
+def test_the_mean_over_samples_of_coordinates_is_the_whole(rule, seeds):
+    task = problem(rule, "module with batch norm", seeds=seeds, length=2)
+    whole = laws.run(Blockwise(), task).gradient
+    draws = []
+    for seed in range(300):
+        unroll = Blockwise(share=0.25)
+        draws.append(unroll(*task[:4], task.steps, unroll.init(task.carry, task.phi, seed)).gradient)
+    for name, exact in whole.items():
+        drawn = torch.stack([draw[name] for draw in draws])
+        error = drawn.std(0) / len(draws) ** 0.5
+        assert ((drawn.mean(0) - exact).abs() <= 5 * error + 1e-12 * exact.abs().max()).all()
+        assert (drawn.std(0) > 0).any() or not exact.any()
+
+
+def test_a_sample_leaves_the_run_as_it_is():
+    task = problem(DIRECTION)
+    sampled = Blockwise(share=0.3)
+    ours = sampled(*task[:4], task.steps, sampled.init(task.carry, task.phi, 0))
+    whole = laws.run(Blockwise(), task)
+    laws.assert_same([ours.value, ours.carry, ours.losses], [whole.value, whole.carry, whole.losses])
+
+
+def test_every_window_draws_anew_and_the_state_tells_which():
+    task, unroll = problem(length=4), Blockwise(2, share=0.3)
+    state = unroll.init(task.carry, task.phi, 7)
+    result = unroll(*task[:4], task.steps, state)
+    assert result.state.tolist() == [7, 2]
+    pieces = laws.in_pieces(unroll, task, 2)
+    assert pieces[-1].state.tolist()[1] == 2
+    again = unroll(*task[:4], task.steps, state)
+    laws.assert_same(again.gradient, result.gradient)
+
+
+@given(st.lists(st.integers(0, 40), max_size=6), st.floats(0.01, 1.0))
+@settings(max_examples=50, deadline=None)
+def test_samples_are_stratified(sizes, share):
+    layout = Layout(tuple(f"p{k}" for k in range(len(sizes))), tuple((size,) for size in sizes))
+    places, weights, sample = stratified(layout, share, generator("test", 1))
+    assert sample.names == layout.names
+    assert places.tolist() == sorted(set(places.tolist()))
+    for size, count, own in zip(sizes, sample.sizes, sample.split(weights), strict=True):
+        assert (count > 0) == (size > 0)
+        assert share * size <= count <= share * size + 1
+        assert own.sum().item() == pytest.approx(size)
+    tensors = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes, dtype=torch.int64))
+    for number, part in enumerate(sample.split(places)):
+        assert tensors[part].eq(number).all()
+
+
+@pytest.mark.parametrize("options", [{"truncation": 0}, {"block": 0}, {"share": 0.0}, {"share": 1.5}])
+def test_mistakes(options):
+    with pytest.raises(UserError, match=next(iter(options))):
+        Blockwise(**options)
+
+
+def test_vectors_are_used_again():
+    task, unroll = problem(), Blockwise()
+    laws.run(unroll, task)
+    before = [row.data_ptr() for row in unroll.rows.made]
+    laws.run(unroll, task)
+    assert before == [row.data_ptr() for row in unroll.rows.made]
+    other = problem("coordinatewise gated", "quadratic")
+    laws.assert_same(vars(laws.run(unroll, other)), vars(laws.run(Blockwise(), other)))
