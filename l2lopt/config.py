@@ -4,6 +4,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import tomli_w
@@ -48,6 +49,8 @@ class Config(Settings):
     """CPU threads; none: PyTorch's own choice. Small tensors are fastest on one."""
     optimisee: Choice
     """What is optimised: a name, or a table of the name and its options."""
+    mixed_with: list[Choice] = Field(default_factory=list)
+    """Further problems of meta-training and validation: every run draws one of all, with equal chances."""
     optimiser: Choice = "coordinatewise"
     """The learned optimiser: a name, or a table of the name and its options."""
     unroll: UnrollSettings = UnrollSettings()
@@ -70,17 +73,28 @@ class Experiment(NamedTuple):
     """The objects a config describes."""
 
     config: Config
-    optimisee: Optimisee
+    optimisees: list[Optimisee]
     optimiser: Optimiser
     unroll: Unroll
 
+    @property
+    def optimisee(self) -> Optimisee:
+        """The problem on which optimisers are compared, the first of those of meta-training."""
+        return self.optimisees[0]
+
     def score(self, optimiser: Optimiser) -> float:
-        """The validation score: the mean over horizons of the log of the mean loss over seeds; lower is better."""
+        """The validation score: the log of the mean loss over seeds, mean over problems and horizons; lower is better.
+
+        A problem in which a loss is not finite makes it infinite.
+        """
         settings = self.config.validation
         seeds = [seed_of("validation", self.config.seed, index) for index in range(settings.seeds)]
-        run = run_free(optimiser, self.optimisee, seeds, sorted(settings.horizons), (settings.split,))
-        means = run.losses[settings.split].double().mean(1).clamp(min=1e-12)
-        return float(means.log().nan_to_num(nan=torch.inf).mean())
+        scores = []
+        for optimisee in self.optimisees:
+            run = run_free(optimiser, optimisee, seeds, sorted(settings.horizons), (settings.split,))
+            means = run.losses[settings.split].double().mean(1).clamp(min=1e-12)
+            scores.append(float(means.log().nan_to_num(nan=torch.inf).mean()))
+        return fmean(scores)
 
 
 def load(source: str | Path | Mapping[str, Any] | Config, changes: Sequence[str] = ()) -> Config:
@@ -110,13 +124,16 @@ def build(config: Config) -> Experiment:
         UserError: for an unknown name or option, or a device that is not there.
     """
     device = _device(config.device)
-    optimisee = tables.build(optimisees.OPTIMISEES, "optimisee", config.optimisee, device=str(device))
+    problems = [
+        tables.build(optimisees.OPTIMISEES, "optimisee", choice, device=str(device))
+        for choice in (config.optimisee, *config.mixed_with)
+    ]
     optimiser = optimisers.build(config.optimiser, optimisers.LEARNED, seed=seed_of("optimiser", config.seed))
     unroll = tables.build(unrolls.UNROLLS, "unroll", config.unroll.estimator)
     config.evaluation.checked_horizons()
     for baseline in config.evaluation.baselines:
         baseline.build(baseline.rates[0], config.evaluation.steps)
-    return Experiment(config, optimisee, optimiser.to(device), unroll)
+    return Experiment(config, problems, optimiser.to(device), unroll)
 
 
 def demo() -> Path:

@@ -62,7 +62,7 @@ def meta_train(
     with closing(Records(folder, kept[0]["update"] if kept else -1)) as records, cpu_threads(settings.threads):
         result = meta_training.meta_train(
             experiment.optimiser,
-            experiment.optimisee,
+            experiment.optimisees,
             experiment.unroll,
             settings.meta,
             settings.unroll,

@@ -1,7 +1,7 @@
 """Meta-training: unroll after unroll, the meta-gradient followed by Adam."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
 
@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from l2lopt.checkpoint import Checkpoint, NoCheckpoint
 from l2lopt.optimisee import Optimisee, Split, flat_loss
 from l2lopt.optimisers import Optimiser
-from l2lopt.optimisers.schedule import warm_up_cosine
+from l2lopt.optimisers.schedule import Shape, warm_up_then
 from l2lopt.records import NoRecords, Recorder
 from l2lopt.settings import Settings
 from l2lopt.tables import Choice
@@ -91,7 +91,11 @@ class MetaTrainSettings(Settings):
     rate: PositiveFloat = 5e-3
     """Adam's highest rate."""
     warm_up: NonNegativeInt = 10
-    """Meta-updates of linear warm-up; a cosine to 0 follows."""
+    """Meta-updates of linear warm-up."""
+    schedule: Shape = "cosine"
+    """How the rate falls after it, down to `final` at the last update."""
+    final: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """The rate at the end, as a share of the highest."""
     clip: PositiveFloat = 1.0
     """The largest norm of the meta-gradient, which is a mean over the steps of an unroll."""
     batch: PositiveInt = 1
@@ -100,6 +104,12 @@ class MetaTrainSettings(Settings):
     """Meta-updates between two checkpoints."""
     validate_every: PositiveInt = 40
     """Meta-updates between two validations; the optimiser of the best score is kept."""
+
+    @model_validator(mode="after")
+    def _falls(self) -> "MetaTrainSettings":
+        if self.schedule == "exponential" and not self.final:
+            raise ValueError("final above 0 for an exponential schedule")
+        return self
 
 
 @dataclass
@@ -129,6 +139,7 @@ class _Run(NamedTuple):
     number: int
     update: int
     seed: int
+    optimisee: Optimisee
     length: int
     layout: Layout
     scale: Tensor | None
@@ -139,7 +150,7 @@ class _Run(NamedTuple):
 
 def meta_train(
     optimiser: Optimiser,
-    optimisee: Optimisee,
+    optimisees: Sequence[Optimisee],
     unroll: Unroll,
     settings: MetaTrainSettings,
     unrolls: UnrollSettings,
@@ -158,7 +169,7 @@ def meta_train(
 
     Args:
         optimiser: the learned rule.
-        optimisee: the problem; run after run starts from fresh parameters.
+        optimisees: the problems; every run draws one and starts from fresh parameters.
         unroll: the way to the meta-gradient.
         settings: of the meta-updates.
         unrolls: of the inner runs.
@@ -175,7 +186,7 @@ def meta_train(
     first, begun = 1, 0
 
     def begin(index: int, update: int) -> _Run:
-        return _begin(optimiser, optimisee, unroll, unrolls, seed, index, update)
+        return _begin(optimiser, optimisees, unroll, unrolls, seed, index, update)
 
     def validate(update: int) -> None:
         value = score(optimiser)
@@ -199,10 +210,10 @@ def meta_train(
             count = min(unrolls.truncation or run.length, run.length - run.done)
             piece = unroll(
                 optimiser.update_with,
-                rescaled(flat_loss(optimisee, run.layout), run.scale),
+                rescaled(flat_loss(run.optimisee, run.layout), run.scale),
                 optimiser.phi(),
                 run.carry,
-                inner_steps(optimisee, unrolls.targets, run.seed, run.done, count),
+                inner_steps(run.optimisee, unrolls.targets, run.seed, run.done, count),
                 run.estimate,
             )
             result.inner_steps += count
@@ -258,7 +269,7 @@ def rescaled(loss: Loss, scale: Tensor | None) -> Loss:
 
 def _begin(
     optimiser: Optimiser,
-    optimisee: Optimisee,
+    optimisees: Sequence[Optimisee],
     unroll: Unroll,
     settings: UnrollSettings,
     seed: int,
@@ -267,6 +278,7 @@ def _begin(
 ) -> _Run:
     """The inner run number `index`, begun at meta-update `update`."""
     run_seed = seed_of("meta-train", seed, index)
+    optimisee = optimisees[int(torch.randint(len(optimisees), (), generator=generator("optimisee", run_seed)))]
     params, aux = optimisee.init(run_seed)
     layout = Layout.of(params)
     flat, scale = layout.ravel(params), None
@@ -277,7 +289,7 @@ def _begin(
     carry = Carry(flat, aux, optimiser.init(layout, like=flat))
     estimate = unroll.init(carry, optimiser.phi(), run_seed)
     length = settings.draw_length(generator("length", run_seed), update)
-    return _Run(index, update, run_seed, length, layout, scale, 0, carry, estimate)
+    return _Run(index, update, run_seed, optimisee, length, layout, scale, 0, carry, estimate)
 
 
 def _place(
@@ -359,7 +371,8 @@ def _follow(
     for name, parameter in optimiser.phi().items():
         parameter.grad = torch.stack([piece.gradient[name] / len(piece.losses) for piece in pieces]).mean(0)
     norm = torch.nn.utils.clip_grad_norm_(optimiser.parameters(), settings.clip)
-    multiplier = warm_up_cosine(torch.tensor(update - 1), settings.warm_up, settings.updates)
+    step = torch.tensor(update - 1)
+    multiplier = warm_up_then(settings.schedule, step, settings.warm_up, settings.updates, settings.final)
     for group in meta_optimiser.param_groups:
         group["lr"] = settings.rate * float(multiplier)
     meta_optimiser.step()

@@ -304,13 +304,23 @@ def coordinatewise(phi, gradients, params, sizes, rule):
     return updates
 
 
-def warm_up_cosine(step, warm_up, total):
+def warm_up_then(shape, step, warm_up, total, final=0.0):
     """The multiplier of the update `step` = 0, 1, …."""
     if step < warm_up:
         return (step + 1) / warm_up
     if total is None:
         return 1.0
-    return (1 + math.cos(math.pi * min((step - warm_up) / (total - warm_up), 1))) / 2
+    p = min((step - warm_up) / (total - warm_up), 1)
+    return {
+        "constant": 1.0,
+        "linear": 1 - (1 - final) * p,
+        "cosine": final + (1 - final) * (1 + math.cos(math.pi * p)) / 2,
+        "exponential": math.exp(p * math.log(final)) if final else None,
+    }[shape]
+
+
+def warm_up_cosine(step, warm_up, total):
+    return warm_up_then("cosine", step, warm_up, total)
 
 
 def meta_loss(phi, problem, order, objective):

@@ -2,8 +2,10 @@
 
 import math
 
+import oracles
 import pytest
 import torch
+from pydantic import ValidationError
 
 import optimisees
 from l2lopt import optimisers
@@ -44,7 +46,8 @@ def quadratic():
 def train(optimiser, optimisee, unroll=None, *, score=lambda _: 0.0, records=None, unrolls=None, **changes):
     settings = MetaTrainSettings(**{"updates": 6, "warm_up": 0, "validate_every": 2} | changes)
     unrolls = unrolls or UnrollSettings(length=4)
-    return meta_train(optimiser, optimisee, unroll or Taped(), settings, unrolls, score=score, records=records)
+    problems = optimisee if isinstance(optimisee, list) else [optimisee]
+    return meta_train(optimiser, problems, unroll or Taped(), settings, unrolls, score=score, records=records)
 
 
 def test_the_rate_of_gradient_descent_is_learned(quadratic):
@@ -246,3 +249,30 @@ def test_runs_lengthen_along_the_curriculum(quadratic):
 
     train(LearnedRate(1e-3), quadratic, Spy(), unrolls=UnrollSettings(length=6, curriculum=4))
     assert lengths == [2, 3, 4, 6, 6, 6]
+
+
+def test_every_run_draws_one_of_the_optimisees():
+    sizes = []
+
+    class Spy(Taped):
+        def init(self, carry, phi, seed):
+            sizes.append(len(carry.params))
+            return super().init(carry, phi, seed)
+
+    problems = [optimisees.make("quadratic", size=size, dtype="float64") for size in (2, 3, 5)]
+    train(LearnedRate(1e-3), problems, Spy(), unrolls=UnrollSettings(length=1), updates=90, validate_every=90)
+    assert len(sizes) == 90
+    assert all(15 <= sizes.count(size) <= 45 for size in (2, 3, 5))  # 30 ± 15 is 3.4 standard deviations
+
+
+@pytest.mark.parametrize("shape", ["constant", "linear", "exponential"])
+def test_the_meta_rate_follows_its_schedule(quadratic, shape):
+    records = Recorded()
+    train(LearnedRate(1e-3), quadratic, records=records, updates=8, warm_up=2, rate=0.01, schedule=shape, final=0.1)
+    rates = [figures["rate"] for stage, _, figures in records.lines if stage == "meta-train"]
+    assert rates == pytest.approx([0.01 * oracles.warm_up_then(shape, step, 2, 8, 0.1) for step in range(8)])
+
+
+def test_an_exponential_schedule_needs_an_end_above_0():
+    with pytest.raises(ValidationError, match="final above 0"):
+        MetaTrainSettings(schedule="exponential")

@@ -23,6 +23,7 @@ LONGER = [
     "unroll.length=[4, 11]",
     "unroll.scaling=0.5",
     "unroll.curriculum=5",
+    "mixed_with=[{name='quadratic', size=3}]",
 ]
 DEMO = configs.demo()
 
@@ -61,9 +62,9 @@ def test_killed_and_resumed_equals_the_whole_run(whole, tmp_path, moments):
     assert files(tmp_path / "run") == files(whole)
 
 
-@pytest.mark.parametrize("estimator", ["es", "pes"])
+@pytest.mark.parametrize("estimator", ["name='es', pairs=2", "name='pes', pairs=2", "name='blockwise', share=0.4"])
 def test_an_estimators_state_is_resumed(tmp_path, estimator):
-    changes = [*LONGER, f"unroll.estimator={{name='{estimator}', pairs=2}}", "meta.updates=5"]
+    changes = [*LONGER, f"unroll.estimator={{{estimator}}}", "meta.updates=5"]
     whole = l2lopt.meta_train(DEMO, tmp_path / "whole", changes=changes)
     killed(tmp_path / "run", 3, changes)
     l2lopt.meta_train(DEMO, tmp_path / "run", changes=changes, resume=True)

@@ -1,6 +1,8 @@
 """The hand-made optimisers against their namesakes in `torch.optim`."""
 
 from functools import partial
+from itertools import product
+from typing import get_args
 
 import laws
 import oracles
@@ -10,7 +12,7 @@ from implementations import normal
 
 from l2lopt.errors import UserError
 from l2lopt.optimisers import SGD, AdamW, Momentum, adam
-from l2lopt.optimisers.schedule import warm_up_cosine
+from l2lopt.optimisers.schedule import Shape, warm_up_cosine, warm_up_then
 from l2lopt.types import Layout
 
 RATE = 0.02
@@ -95,10 +97,17 @@ def test_a_rate_per_row_is_separate_runs(name):
 
 
 @pytest.mark.parametrize(("warm_up", "total"), [(0, None), (7, None), (0, 30), (7, 30), (1, 2)])
-def test_schedule(warm_up, total):
+@pytest.mark.parametrize(("shape", "final"), [*product(get_args(Shape), [0.2, 1.0]), ("linear", 0.0), ("cosine", 0.0)])
+def test_schedule(shape, final, warm_up, total):
     steps = torch.arange(50)
-    expected = [oracles.warm_up_cosine(step, warm_up, total) for step in range(50)]
-    torch.testing.assert_close(warm_up_cosine(steps, warm_up, total).tolist(), expected, rtol=1e-14, atol=1e-15)
+    expected = [oracles.warm_up_then(shape, step, warm_up, total, final) for step in range(50)]
+    found = warm_up_then(shape, steps, warm_up, total, final).tolist()
+    torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-15)
+
+
+def test_a_schedules_default_is_the_cosine_to_0():
+    steps = torch.arange(50)
+    laws.assert_same(warm_up_cosine(steps, 7, 30), warm_up_then("cosine", steps, 7, 30))
 
 
 @pytest.mark.parametrize(
