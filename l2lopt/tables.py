@@ -116,6 +116,7 @@ def _options_model(entry: Callable[..., Any]) -> type[BaseModel]:
             ... if parameter.default is parameter.empty else parameter.default,
         )
         for parameter in inspect.signature(entry).parameters.values()
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)  # those of a base without options
     }
     config = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True, protected_namespaces=())
     return create_model(getattr(entry, "__name__", "options"), __config__=config, **fields)

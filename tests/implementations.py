@@ -7,6 +7,7 @@ import tempfile
 from functools import partial
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -99,9 +100,9 @@ RULES = {
 }
 
 
-def learned(rule: Any, seed: int = 0) -> optimisers.Optimiser:
+def learned(rule: Any, seed: int = 0, **options: Any) -> optimisers.Optimiser:
     """A small learned optimiser, its step large enough to matter within a few steps."""
-    optimiser = optimisers.coordinatewise(hidden_size=3, rule=rule)
+    optimiser = optimisers.coordinatewise(hidden_size=3, rule=rule, **options)
     seeded(optimiser, seed)
     if hasattr(optimiser.rule, "log_scale"):
         nn.init.constant_(optimiser.rule.log_scale, 0.15)
@@ -117,7 +118,24 @@ OPTIMISERS = {
     "coordinatewise bounded": partial(learned, "bounded"),
     "coordinatewise gated": partial(learned, {"name": "gated", "forget_bias": 2.0, "input_bias": -1.0}),
     "coordinatewise direction-and-magnitude": partial(learned, "direction-and-magnitude"),
+    **{
+        f"coordinatewise {rule} of {cell} with every input": partial(learned, rule, cell=cell, inputs=list(INPUTS))
+        for rule in rules.RULES
+        for cell in ("lstm", "ihc-lstm")
+    },
 }
+MANY = [label for label in OPTIMISERS if "every input" in label][1:]
+"""So many that the tests of all but the first are slow ones."""
+
+
+def each(table: Any, factories: bool = False) -> list[Any]:
+    """The parameters of a test that runs over a table: its labels, or its factories."""
+    return [
+        pytest.param(make if factories else label, id=label, marks=[pytest.mark.slow] if label in MANY else [])
+        for label, make in table.items()
+    ]
+
+
 LEARNED = {label: make for label, make in OPTIMISERS.items() if list(make().parameters())}
 
 FOLDED = {

@@ -1,6 +1,7 @@
 """Meta-training: the loop around an unroll."""
 
 import math
+from functools import partial
 
 import oracles
 import pytest
@@ -13,7 +14,7 @@ from l2lopt.evaluation import run_free
 from l2lopt.meta_training import MetaTrainSettings, Targets, UnrollSettings, inner_steps, meta_train
 from l2lopt.optimisers import Optimiser
 from l2lopt.types import generator, seed_of
-from l2lopt.unrolls import MetaGradient, Taped, Unroll
+from l2lopt.unrolls import Blockwise, MetaGradient, Taped, Unroll
 
 
 class LearnedRate(Optimiser):
@@ -276,3 +277,30 @@ def test_the_meta_rate_follows_its_schedule(quadratic, shape):
 def test_an_exponential_schedule_needs_an_end_above_0():
     with pytest.raises(ValidationError, match="final above 0"):
         MetaTrainSettings(schedule="exponential")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", ["lstm", "ihc-lstm"])
+@pytest.mark.parametrize("rule", optimisers.RULES)
+@pytest.mark.parametrize("chosen", [*optimisers.INPUTS, "all"])
+def test_every_rule_cell_and_input_meta_trains_on_digits(rule, cell, chosen):
+    """20 meta-updates with finite losses, none left out, and φ has moved."""
+    inputs = list(optimisers.INPUTS) if chosen == "all" else [chosen]
+    if rule == "direction-and-magnitude" and "rnnprop" not in inputs:
+        inputs.append("rnnprop")
+    optimiser = optimisers.make("coordinatewise", cell=cell, inputs=inputs, rule=rule)
+    before = {name: value.clone() for name, value in optimiser.phi().items()}
+    records, problem = Recorded(), optimisees.make("mlp")
+    unrolls = UnrollSettings(length=[5, 10], truncation=5, targets=Targets(next=0.5, heldout=0.5))
+    score = partial(log_loss, problem)
+    result = train(optimiser, problem, Blockwise(), records=records, unrolls=unrolls, score=score, updates=20)
+    figures = [line for stage, _, line in records.lines if stage == "meta-train"]
+    assert len(figures) == 20
+    assert all(math.isfinite(line[name]) for line in figures for name in ("meta_loss", "loss", "gradient_norm"))
+    assert result.skipped == 0
+    assert all(math.isfinite(value) for value in result.scores.values())
+    assert result.update == 0 or any((before[name] != value).any() for name, value in optimiser.phi().items())
+
+
+def log_loss(problem, optimiser):
+    return float(run_free(optimiser, problem, [1], [10], ("train",)).losses["train"].log().mean())

@@ -6,6 +6,7 @@ from typing import Literal
 import implementations
 import oracles
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,6 +28,10 @@ def gadget(flag: bool = False, limit: int | None = None) -> tuple[bool, int | No
     return flag, limit
 
 
+class Plain(torch.nn.Module):
+    """Something without options, whose base takes any arguments."""
+
+
 TABLE = {"widget": Widget, "gadget": gadget}
 
 
@@ -40,6 +45,12 @@ TABLE = {"widget": Widget, "gadget": gadget}
 )
 def test_builds_a_class(choice, extra, expected):
     assert tables.build(TABLE, "thing", choice, **extra).options == expected
+
+
+def test_builds_a_class_without_options():
+    assert isinstance(tables.make({"plain": Plain}, "thing", "plain"), Plain)
+    with pytest.raises(UserError, match="'args'; choose one of nothing"):
+        tables.make({"plain": Plain}, "thing", "plain", args=1)
 
 
 @pytest.mark.parametrize("choice", ["gadget", {"name": "gadget"}])

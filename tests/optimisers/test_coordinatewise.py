@@ -7,15 +7,15 @@ import laws
 import oracles
 import pytest
 import torch
-from implementations import LEARNED, OPTIMISERS, learned, normal, seeded
+from implementations import LEARNED, OPTIMISERS, each, learned, normal, seeded
 
 from l2lopt import optimisers
 from l2lopt.errors import UserError
 from l2lopt.optimisers import Coordinatewise, coordinatewise
 from l2lopt.types import Layout
 
-each_optimiser = pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in OPTIMISERS.items()])
-each_learned = pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in LEARNED.items()])
+each_optimiser = pytest.mark.parametrize("make", each(OPTIMISERS, factories=True))
+each_learned = pytest.mark.parametrize("make", each(LEARNED, factories=True))
 
 
 @each_optimiser
@@ -77,9 +77,9 @@ def test_equals_a_loop_over_coordinates(rule, oracle):
 def test_a_bad_gradient_moves_nothing_and_is_counted(make, bad):
     optimiser, gradients, params = make(), normal(3, 2, 7), normal(2, 7, seed=1)
     _, state = laws.roll(optimiser.update, optimiser.init(laws.LAYOUT, (2,), like=params), gradients, params)
-    spoilt = normal(2, 7, seed=2)
+    spoilt, losses = normal(2, 7, seed=2), laws.loss_at(params)
     spoilt[0, [1, 5]] = bad
-    update, after = optimiser.update(spoilt, state, params)
+    update, after = optimiser.update(spoilt, state, params, losses)
     assert update[0, [1, 5]].eq(0).all()
     assert update.isfinite().all()
     assert update.ne(0).sum() == 12
@@ -88,8 +88,8 @@ def test_a_bad_gradient_moves_nothing_and_is_counted(make, bad):
         assert kept[0, ..., [1, 5]].all() if value.dim() == 2 else kept[:, 0, [1, 5]].all()
         assert value.isfinite().all()
     assert after.shared["skipped"].tolist() == [2, 0]
-    assert optimiser.update(spoilt, after, params)[1].shared["skipped"].tolist() == [4, 0]
-    loss = optimiser.update(spoilt, state, params)[0].sum()
+    assert optimiser.update(spoilt, after, params, losses)[1].shared["skipped"].tolist() == [4, 0]
+    loss = optimiser.update(spoilt, state, params, losses)[0].sum()
     assert all(piece.isfinite().all() for piece in torch.autograd.grad(loss, list(optimiser.parameters())))
 
 

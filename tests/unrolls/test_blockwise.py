@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from implementations import BLOCKWISE, LEARNED, MIXTURES, problem, with_statistics_constant
+from implementations import BLOCKWISE, LEARNED, MIXTURES, each, problem, with_statistics_constant
 
 from l2lopt.errors import UserError
 from l2lopt.types import Layout, generator
@@ -18,7 +18,7 @@ DIRECTION = "coordinatewise direction-and-magnitude"
 
 @each_blockwise
 @pytest.mark.parametrize("objective", ["loss", "log-loss"])
-@pytest.mark.parametrize("rule", LEARNED)
+@pytest.mark.parametrize("rule", each(LEARNED))
 @pytest.mark.parametrize("mixture", MIXTURES)
 def test_meta_gradient_is_exact(make, objective, rule, mixture):
     """Against the `torch.func` oracle, statistics over a tensor taken as constants."""

@@ -6,7 +6,7 @@ import weakref
 
 import laws
 import pytest
-from implementations import LEARNED, MIXTURES, MODULE_UNROLLS, OPTIMISERS, SAMPLED, module_optimisee, problem
+from implementations import LEARNED, MIXTURES, MODULE_UNROLLS, OPTIMISERS, SAMPLED, each, module_optimisee, problem
 from torch import nn
 
 from l2lopt import unrolls
@@ -20,7 +20,9 @@ from optimisees import Quadratic
 exact = pytest.mark.parametrize(
     ("order", "make"), [pytest.param(*row, id=label) for label, row in MODULE_UNROLLS.items()]
 )
-each = pytest.mark.parametrize("make", [pytest.param(make, id=label) for label, (_, make) in MODULE_UNROLLS.items()])
+each_module_unroll = pytest.mark.parametrize(
+    "make", [pytest.param(make, id=label) for label, (_, make) in MODULE_UNROLLS.items()]
+)
 DIRECTION = "coordinatewise direction-and-magnitude"
 
 
@@ -30,7 +32,7 @@ def run_of(optimiser=DIRECTION, optimisee="mlp", mixture="next batch and heldout
 
 @exact
 @pytest.mark.parametrize("objective", ["loss", "log-loss"])
-@pytest.mark.parametrize("rule", LEARNED)
+@pytest.mark.parametrize("rule", each(LEARNED))
 def test_meta_gradient_is_exact(order, make, objective, rule):
     laws.assert_meta_gradient_is_exact(make(objective=objective), run_of(rule), order, objective)
 
@@ -81,40 +83,40 @@ def test_layers_and_weights_may_be_shared(order, make, model):
     laws.assert_runs_the_inner_loop(make(), single)
 
 
-@each
+@each_module_unroll
 @pytest.mark.parametrize("objective", ["loss", "log-loss"])
 def test_finite_differences_agree(make, objective):
     single = run_of("coordinatewise additive", "module with batch norm")
     laws.assert_finite_differences_agree(make(objective=objective), single)
 
 
-@each
+@each_module_unroll
 @pytest.mark.parametrize("mixture", ["next batch", "heldout"])
-@pytest.mark.parametrize("rule", OPTIMISERS)
+@pytest.mark.parametrize("rule", each(OPTIMISERS))
 def test_runs_the_inner_loop(make, rule, mixture):
     laws.assert_runs_the_inner_loop(make(), run_of(rule, "module with batch norm", mixture))
 
 
-@each
+@each_module_unroll
 @pytest.mark.parametrize("length", [1, 3])
 def test_pieces_make_the_whole(make, length):
     laws.assert_pieces_make_the_whole(make(), run_of(optimisee="module with dropout", length=5), length)
 
 
-@each
+@each_module_unroll
 @pytest.mark.parametrize("length", [1, 2, 9])
 def test_truncation_sums_pieces(make, length):
     single = run_of("coordinatewise additive", "module with batch norm", length=5)
     laws.assert_truncation_sums_pieces(make(truncation=length), make(), single, length)
 
 
-@each
+@each_module_unroll
 @pytest.mark.parametrize("rule", ["sgd", DIRECTION])
 def test_empty_unroll_gives_zeros(make, rule):
     laws.assert_empty_unroll_gives_zeros(make(), run_of(rule))
 
 
-@each
+@each_module_unroll
 @pytest.mark.parametrize("optimisee", ["module with batch norm", "module with dropout"])
 def test_changes_nothing(make, optimisee):
     """Not the module either: its parameters and buffers stay."""
@@ -124,7 +126,7 @@ def test_changes_nothing(make, optimisee):
     laws.assert_same(dict(single.loss.module.state_dict()), dict(before))
 
 
-@each
+@each_module_unroll
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 @pytest.mark.parametrize("objective", ["loss", "log-loss"])
 def test_divergence_is_data(make, bad, objective):
@@ -170,7 +172,7 @@ def test_an_optimisee_offers_no_parts_unless_it_says_so():
     assert not isinstance(problem("sgd", "quadratic").loss, ModuleLoss)
 
 
-@each
+@each_module_unroll
 @pytest.mark.parametrize(
     ("task", "message"),
     [

@@ -3,7 +3,7 @@
 import laws
 import pytest
 import torch
-from implementations import EXACT_UNROLLS, LEARNED, MIXTURES, OPTIMISERS, UNROLLS, problem
+from implementations import EXACT_UNROLLS, LEARNED, MIXTURES, OPTIMISERS, UNROLLS, each, problem
 
 from l2lopt import unrolls
 from l2lopt.errors import UserError
@@ -16,7 +16,7 @@ DIRECTION = "coordinatewise direction-and-magnitude"
 
 @exact
 @pytest.mark.parametrize("objective", ["loss", "log-loss"])
-@pytest.mark.parametrize("rule", LEARNED)
+@pytest.mark.parametrize("rule", each(LEARNED))
 @pytest.mark.parametrize("mixture", MIXTURES)
 def test_meta_gradient_is_exact(name, objective, rule, mixture):
     order, make = EXACT_UNROLLS[name]
@@ -34,7 +34,7 @@ def test_meta_gradient_is_exact_on_every_kind_of_optimisee(name, optimisee, seed
 
 @pytest.mark.parametrize("objective", ["loss", "log-loss"])
 @pytest.mark.parametrize("name", [name for name, (order, _) in EXACT_UNROLLS.items() if order == 2])
-@pytest.mark.parametrize("rule", LEARNED)
+@pytest.mark.parametrize("rule", each(LEARNED))
 def test_finite_differences_agree(name, objective, rule):
     unroll = EXACT_UNROLLS[name][1](objective=objective)
     laws.assert_finite_differences_agree(unroll, problem(rule, "quadratic", seeds=1, length=3))
@@ -63,13 +63,13 @@ def test_the_loss_and_the_parameters_are_inputs_too(name, objective):
 
 @each_unroll
 @pytest.mark.parametrize("mixture", ["next batch", "heldout"])
-@pytest.mark.parametrize("rule", OPTIMISERS)
+@pytest.mark.parametrize("rule", each(OPTIMISERS))
 def test_runs_the_inner_loop(make, rule, mixture):
     laws.assert_runs_the_inner_loop(make(), problem(rule, "module with batch norm", mixture, length=3))
 
 
 @each_unroll
-@pytest.mark.parametrize("rule", LEARNED)
+@pytest.mark.parametrize("rule", each(LEARNED))
 def test_rows_average(make, rule):
     laws.assert_rows_average(make(), problem(rule, seeds=(2, 5, 6)), [problem(rule, seeds=s) for s in (2, 5, 6)])
 
@@ -81,14 +81,14 @@ def test_pieces_make_the_whole(make, length):
 
 
 @each_unroll
-@pytest.mark.parametrize("rule", LEARNED)
+@pytest.mark.parametrize("rule", each(LEARNED))
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 9])
 def test_truncation_sums_pieces(make, rule, length):
     laws.assert_truncation_sums_pieces(make(truncation=length), make(), problem(rule, length=5), length)
 
 
 @each_unroll
-@pytest.mark.parametrize("rule", ["sgd", *LEARNED])
+@pytest.mark.parametrize("rule", ["sgd", *each(LEARNED)])
 @pytest.mark.parametrize("seeds", [1, (1, 2)], ids=["run", "rows"])
 def test_empty_unroll_gives_zeros(make, rule, seeds):
     laws.assert_empty_unroll_gives_zeros(make(), problem(rule, seeds=seeds))
@@ -100,7 +100,7 @@ def test_changes_nothing(make):
 
 
 @each_unroll
-@pytest.mark.parametrize("rule", ["sgd", *LEARNED])
+@pytest.mark.parametrize("rule", ["sgd", *each(LEARNED)])
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 @pytest.mark.parametrize("objective", ["loss", "log-loss"])
 def test_divergence_is_data(make, rule, bad, objective):
