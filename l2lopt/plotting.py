@@ -29,7 +29,12 @@ _LEARNED = ("#000000", "#0072B2", "#D55E00", "#009E73")
 _BASELINES = ("#999999", "#E69F00", "#56B4E9", "#CC79A7", "#8C8C00", "#B0B0B0")
 _DASHES = ((0, ()), (0, (5, 1.5)), (0, (1, 1)), (0, (4, 1, 1, 1)), (0, (6, 1, 1, 1, 1, 1)), (0, (2, 2)))
 _MARKERS = "os^Dv<>P"
-_STYLE: dict[Any, Any] = {"svg.hashsalt": "l2lopt", "font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
+_STYLE: dict[Any, Any] = {
+    "svg.hashsalt": "l2lopt",
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
 
 
 class Band(NamedTuple):
