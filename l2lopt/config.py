@@ -175,7 +175,10 @@ def build_training(config: TrainConfig) -> Training:
     device = _device(config.device)
     optimisee = tables.build(optimisees.OPTIMISEES, "optimisee", config.optimisee, device=str(device))
     factory = _factory(config.optimiser, seed_of("optimiser", config.seed))
-    params, _ = optimisee.init(seed_of("train", config.seed))
+    seed = seed_of("train", config.seed)
+    for split in config.train.splits:
+        next(iter(optimisee.whole(split, seed)))  # refused if it has no samples
+    params, _ = optimisee.init(seed)
     try:
         factory(list(params.items()))
     except UserError:

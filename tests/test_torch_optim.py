@@ -102,6 +102,7 @@ def test_a_loaded_state_goes_on_to_the_bit(rule, without, tmp_path):
     other = LearnedOptimizer(params.values(), rule(), lr=0.5)
     other.load_state_dict(saved)
     laws.assert_same(descend(params, other, range(5, 9), without), expected)
+    laws.assert_same(other.state_dict()["state"], optimizer.state_dict()["state"])
     laws.assert_same((saved["state"], saved["param_groups"][0]["lr"]), (before["state"], 1.0))
 
 

@@ -272,13 +272,14 @@ MISTAKES = [
     ("train.step=3", r"train.step: expected a known key, found 'step'; did you mean 'steps'?"),
     ("train.warm_up=10", r"train: expected a warm_up of at most `steps`"),
     ("train.schedule=cosines", r"train.schedule: expected 'constant' or 'cosine', found 'cosines'"),
+    ("optimisee.heldout=0.0", r"heldout: expected samples held out, found none"),
     ("unroll.length=3", r"unroll: expected a known key, found 'unroll'"),
 ]
 
 
 @pytest.mark.parametrize(("change", "message"), MISTAKES, ids=[change for change, _ in MISTAKES])
 def test_a_mistake_ends_in_one_line_and_code_2(tmp_path, monkeypatch, capsys, change, message):
-    (tmp_path / "c.toml").write_text(configs.dump(configs.load(config(), kind=TrainConfig)))
+    (tmp_path / "c.toml").write_text(configs.dump(configs.load(config(patience=3), kind=TrainConfig)))
     before = sorted(tmp_path.iterdir())
     code, _, err = called(monkeypatch, capsys, "train", tmp_path / "c.toml", "--set", change)
     assert (code, err.count("\n")) == (2, 1)
