@@ -1,16 +1,19 @@
 """Neural networks that learn to be optimisers: meta-train them, compare them, use them.
 
-`meta_train`, `evaluate`, `plot` and `demo` do what the command line does; `save` and `load` keep learned optimisers.
+`meta_train`, `evaluate`, `train`, `plot` and `demo` do what the command line does; `save` and `load` keep learned
+optimisers, and `LearnedOptimizer` puts one into any training loop.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from l2lopt.errors import UserError
-    from l2lopt.experiments import demo, evaluate, meta_train, plot
+    from l2lopt.experiments import demo, evaluate, meta_train, plot, train
+    from l2lopt.torch_optim import LearnedOptimizer
     from l2lopt.weights import load, save
 
 _HOME = {
+    "LearnedOptimizer": "torch_optim",
     "UserError": "errors",
     "demo": "experiments",
     "evaluate": "experiments",
@@ -18,6 +21,7 @@ _HOME = {
     "meta_train": "experiments",
     "plot": "experiments",
     "save": "weights",
+    "train": "experiments",
 }
 
 
@@ -30,4 +34,4 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
 
 
-__all__ = ["UserError", "demo", "evaluate", "load", "meta_train", "plot", "save"]
+__all__ = ["LearnedOptimizer", "UserError", "demo", "evaluate", "load", "meta_train", "plot", "save", "train"]

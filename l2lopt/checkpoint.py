@@ -74,3 +74,36 @@ def flat(table: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     for key, value in table.items():
         result |= flat(value, f"{above}{key}.") if isinstance(value, Mapping) else {f"{above}{key}": value}
     return result
+
+
+def pack(tree: Any, above: str = "") -> tuple[Any, dict[str, Tensor]]:
+    """Nested dicts, lists and tuples of tensors and plain values, as what JSON can say and tensors by their place.
+
+    JSON knows neither tensors, nor tuples, nor keys other than strings: they become tables of one entry.
+    """
+    if isinstance(tree, Tensor):
+        return {"tensor": above}, {above: tree}
+    if not isinstance(tree, dict | list | tuple):
+        return tree, {}
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    tensors: dict[str, Tensor] = {}
+    packed = []
+    for key, value in items:
+        inner, found = pack(value, f"{above}/{key}" if above else str(key))
+        tensors |= found
+        packed.append([key, inner] if isinstance(tree, dict) else inner)
+    kind = "dict" if isinstance(tree, dict) else "list" if isinstance(tree, list) else "tuple"
+    return {kind: packed}, tensors
+
+
+def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """What `pack` was given, each tensor a copy."""
+    if not isinstance(packed, dict):
+        return packed
+    ((kind, content),) = packed.items()
+    if kind == "tensor":
+        return tensors[content].clone()
+    if kind == "dict":
+        return {key: unpack(value, tensors) for key, value in content}
+    items = [unpack(value, tensors) for value in content]
+    return items if kind == "list" else tuple(items)

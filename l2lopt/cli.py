@@ -1,4 +1,4 @@
-"""The command line: `l2lopt demo | meta-train | evaluate | plot`. The only place that prints."""
+"""The command line: `l2lopt demo | meta-train | evaluate | train | plot`. The only place that prints."""
 
 import os
 import sys
@@ -31,7 +31,9 @@ Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", hel
 Seed = Annotated[int | None, typer.Option("--seed", help="The config's seed.")]
 Device = Annotated[str | None, typer.Option("--device", help='Where tensors live: "cpu", "cuda", …')]
 Run = Annotated[Path | None, typer.Option("--run", metavar="DIR", help="The run's folder.")]
-Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders that meta-train has left.")]
+Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders that earlier commands have left.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier run in the folder.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on where an interrupted run stands.")]
 
 
 @app.command()
@@ -53,8 +55,8 @@ def meta_train(
     changes: Set = None,
     seed: Seed = None,
     device: Device = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier run in the folder.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on where an interrupted run stands.")] = False,
+    overwrite: Overwrite = False,
+    resume: Resume = False,
 ) -> None:
     """Meta-train the optimiser that CONFIG describes; the run's folder is runs/<name of the config> by default."""
     from l2lopt import experiments
@@ -84,8 +86,39 @@ def evaluate(runs: Runs, changes: Set = None, seed: Seed = None, device: Device 
 
 
 @app.command()
+def train(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file, such as configs/digits-train.toml.")],
+    run: Run = None,
+    changes: Set = None,
+    seed: Seed = None,
+    device: Device = None,
+    overwrite: Overwrite = False,
+    resume: Resume = False,
+) -> None:
+    """Train the optimisee that CONFIG describes with any optimiser; by default in runs/<name of the config>."""
+    from l2lopt import experiments
+
+    folder = run or Path("runs") / config.stem
+    with _progress() as report:
+        result = experiments.train(
+            config,
+            folder,
+            changes=_changes(changes, seed, device),
+            overwrite=overwrite,
+            resume=resume,
+            report=report,
+        )
+    if result.diverged is not None:
+        console.print(f"diverged: the loss was not finite at step {result.diverged}", highlight=False)
+    console.print(f"parameters of step {result.step} of {result.steps}", highlight=False)
+    for name, value in result.metrics.items():
+        console.print(f"test {name}: {value:.5f}", highlight=False)
+    _left([folder / "model.safetensors", folder / "result.json", folder / "figures" / "training-curve.png"])
+
+
+@app.command()
 def plot(runs: Runs) -> None:
-    """Draw the loss curves of evaluated runs."""
+    """Draw the loss curves of evaluated runs, and the training curves of trained ones."""
     from l2lopt import experiments
 
     _left(experiments.plot(*runs))

@@ -2,10 +2,10 @@
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, overload
 
 import tomli_w
 import torch
@@ -13,6 +13,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 
 import optimisees
 from l2lopt import optimisers, tables, unrolls
+from l2lopt import weights as files
 from l2lopt.errors import UserError
 from l2lopt.evaluation import EvaluationSettings, run_free
 from l2lopt.meta_training import MetaTrainSettings, UnrollSettings
@@ -21,8 +22,13 @@ from l2lopt.optimisers import Optimiser
 from l2lopt.records import existing
 from l2lopt.settings import Settings
 from l2lopt.tables import Choice
+from l2lopt.torch_optim import LearnedOptimizer
+from l2lopt.torch_table import TORCH, OptimizerFactory
+from l2lopt.training import TrainSettings
 from l2lopt.types import seed_of
 from l2lopt.unrolls import Unroll
+
+C = TypeVar("C", bound=Settings)
 
 
 class ValidationSettings(Settings):
@@ -36,11 +42,11 @@ class ValidationSettings(Settings):
     """Whose whole loss counts."""
 
 
-class Config(Settings):
-    """An experiment: an optimiser meta-trained on an optimisee, then compared with baselines."""
+class _Common(Settings):
+    """What every kind of experiment has."""
 
     label: str | None = None
-    """The learned optimiser's name in results; by default "learned" and the cell's name."""
+    """The optimiser's name in results; by default made of what it is."""
     seed: NonNegativeInt = 0
     """Of everything: equal configs and seeds give equal runs on the same machine."""
     device: str = "cpu"
@@ -49,6 +55,11 @@ class Config(Settings):
     """CPU threads; none: PyTorch's own choice. Small tensors are fastest on one."""
     optimisee: Choice
     """What is optimised: a name, or a table of the name and its options."""
+
+
+class Config(_Common):
+    """An experiment: an optimiser meta-trained on an optimisee, then compared with baselines."""
+
     mixed_with: list[Choice] = Field(default_factory=list)
     """Further problems of meta-training and validation: every run draws one of all, with equal chances."""
     optimiser: Choice = "coordinatewise"
@@ -67,6 +78,23 @@ class Config(Settings):
         """The learned optimiser's name in results."""
         cell = "lstm" if isinstance(self.optimiser, str) else self.optimiser.get("cell", "lstm")
         return self.label or f"learned-{cell if isinstance(cell, str) else cell.get('name')}"
+
+
+class TrainConfig(_Common):
+    """An optimisee trained to the end by any optimiser."""
+
+    optimiser: Choice
+    """One of ours, learned or hand-made, or `torch.optim.RMSprop` and its like: a name, or a table of the name and its
+    options; or a table of `weights`, a file that meta-training has left, and `lr`, by which its updates are multiplied
+    (1 by default)."""
+    train: TrainSettings = TrainSettings()
+    """How long, and what is watched."""
+
+    @property
+    def name(self) -> str:
+        """The optimiser's name in results."""
+        choice = {"name": self.optimiser} if isinstance(self.optimiser, str) else self.optimiser
+        return self.label or str(choice.get("name") or choice.get("weights"))
 
 
 class Experiment(NamedTuple):
@@ -97,22 +125,41 @@ class Experiment(NamedTuple):
         return fmean(scores)
 
 
-def load(source: str | Path | Mapping[str, Any] | Config, changes: Sequence[str] = ()) -> Config:
+class Training(NamedTuple):
+    """The objects a config of training describes; `factory` makes the optimiser of parameters."""
+
+    config: TrainConfig
+    optimisee: Optimisee
+    factory: OptimizerFactory
+
+
+@overload
+def load(source: str | Path | Mapping[str, Any] | Settings, changes: Sequence[str] = ()) -> Config: ...
+@overload
+def load(source: str | Path | Mapping[str, Any] | Settings, changes: Sequence[str] = (), *, kind: type[C]) -> C: ...
+def load(
+    source: str | Path | Mapping[str, Any] | Settings, changes: Sequence[str] = (), *, kind: type[Any] = Config
+) -> Any:
     """A config from a TOML file, a mapping or a config, with changes such as "unroll.length=200" made to it.
+
+    Args:
+        source: of the config.
+        changes: in order.
+        kind: what it is: a `Config` or a `TrainConfig`.
 
     Raises:
         UserError: for a missing file, one that is not TOML, an unknown key or a value of the wrong type.
     """
     where, data = _read(source)
     for change in changes:
-        _change(data, change)
+        _change(data, change, kind)
     try:
-        return Config.model_validate(data)
+        return kind.model_validate(data)
     except ValidationError as error:
-        raise tables.explain(where, error, Config.model_fields, data) from None
+        raise tables.explain(where, error, kind.model_fields, data) from None
 
 
-def dump(config: Config) -> str:
+def dump(config: Settings) -> str:
     """The config as TOML, every field written out."""
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
 
@@ -136,14 +183,53 @@ def build(config: Config) -> Experiment:
     return Experiment(config, problems, optimiser.to(device), unroll)
 
 
+def build_training(config: TrainConfig) -> Training:
+    """The objects a config of training describes.
+
+    Raises:
+        UserError: for an unknown name or option, one that the parameters do not allow, or a device that is not there.
+    """
+    device = _device(config.device)
+    optimisee = tables.build(optimisees.OPTIMISEES, "optimisee", config.optimisee, device=str(device))
+    factory = _factory(config.optimiser, seed_of("optimiser", config.seed))
+    seed = seed_of("train", config.seed)
+    for split in config.train.splits:
+        next(iter(optimisee.whole(split, seed)))  # refused if it has no samples
+    params, _ = optimisee.init(seed)
+    try:
+        factory(list(params.items()))
+    except UserError:
+        raise
+    except (ValueError, TypeError, RuntimeError) as error:  # torch.optim's own checks
+        where, remedy = f"optimiser {config.name!r}", "change the options, or choose another"
+        raise UserError(where, expected="one for these parameters", found=str(error), remedy=remedy) from None
+    return Training(config, optimisee, factory)
+
+
 def demo() -> Path:
     """The demo's config: inside the installed package, or beside it in a checkout."""
     inside = Path(__file__).with_name("demo.toml")
     return inside if inside.exists() else Path(__file__).parent.parent / "configs" / "demo.toml"
 
 
-def _read(source: str | Path | Mapping[str, Any] | Config) -> tuple[str, dict[str, Any]]:
-    if isinstance(source, Config):
+def _factory(choice: Choice, seed: int) -> OptimizerFactory:
+    """What makes the optimiser of a choice; `seed` is that of a learned one that is not trained."""
+    if isinstance(choice, dict) and "weights" in choice:
+        made: OptimizerFactory = tables.make({"weights": _trained}, "optimiser", "weights", **choice)
+        return made
+    name = choice if isinstance(choice, str) else choice.get("name")
+    extra = {"seed": seed} if name in optimisers.LEARNED else {}
+    built = tables.build({**optimisers.OPTIMISERS, **TORCH}, "optimiser", choice, **extra)
+    return partial(LearnedOptimizer, weights=built) if isinstance(built, Optimiser) else built
+
+
+def _trained(weights: str, lr: float = 1.0) -> OptimizerFactory:
+    """The learned optimiser in a file."""
+    return partial(LearnedOptimizer, weights=files.load(weights), lr=lr)
+
+
+def _read(source: str | Path | Mapping[str, Any] | Settings) -> tuple[str, dict[str, Any]]:
+    if isinstance(source, Settings):
         return "config", source.model_dump()
     if isinstance(source, Mapping):
         return "config", {key: value for key, value in source.items()}
@@ -154,7 +240,7 @@ def _read(source: str | Path | Mapping[str, Any] | Config) -> tuple[str, dict[st
         raise UserError(str(path), expected="a TOML file", found=str(error), remedy="mend that place") from None
 
 
-def _change(data: dict[str, Any], change: str) -> None:
+def _change(data: dict[str, Any], change: str, kind: type[Settings]) -> None:
     """Carries out "a.b=value" on nested tables; a choice that is only a name becomes a table first."""
     path, equals, text = change.partition("=")
     *above, last = path.strip().split(".")
@@ -165,7 +251,7 @@ def _change(data: dict[str, Any], change: str) -> None:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text.strip()
-    default = Config.model_fields[above[0]].default if above and above[0] in Config.model_fields else None
+    default = kind.model_fields[above[0]].default if above and above[0] in kind.model_fields else None
     for key in above:
         inner = data.get(key, default if isinstance(default, str) else {})
         default = None

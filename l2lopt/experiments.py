@@ -1,6 +1,7 @@
 """Whole experiments in a run's folder: what the command line does, for scripts."""
 
 import csv
+import hashlib
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -9,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from l2lopt import config as configs
-from l2lopt import evaluation, meta_training, plotting, weights
+from l2lopt import evaluation, meta_training, plotting, store, training, weights
 from l2lopt.checkpoint import CheckpointFile
-from l2lopt.config import Config
+from l2lopt.config import Config, TrainConfig
 from l2lopt.errors import UserError
 from l2lopt.evaluation import Evaluation
 from l2lopt.records import Records, existing, write_json, write_text, written_whole
+from l2lopt.tables import Choice
+from l2lopt.training import Trained
 from l2lopt.types import Report, cpu_threads, silent
 
 _MADE = (
@@ -24,6 +27,8 @@ _MADE = (
     "optimiser.safetensors",
     "evaluation.csv",
     "evaluation.json",
+    "model.safetensors",
+    "result.json",
 )
 
 
@@ -119,8 +124,73 @@ def evaluate(*runs: str | Path, changes: Sequence[str] = (), report: Report = si
     return result
 
 
+def train(
+    config: str | Path | Mapping[str, Any] | TrainConfig,
+    run: str | Path,
+    *,
+    changes: Sequence[str] = (),
+    overwrite: bool = False,
+    resume: bool = False,
+    report: Report = silent,
+) -> Trained:
+    """Trains the optimisee that a config describes with any optimiser, to the end.
+
+    Leaves `config.toml`, `metrics.jsonl`, TensorBoard events, `model.safetensors` (parameters as "params/…", the loss's
+    own state as "aux/…", and in the header what they are), `result.json` and the training curve in `figures/` in the
+    run's folder.
+
+    Args:
+        config: a TOML file, a mapping, or a `TrainConfig`.
+        run: the folder; it must be new or empty unless `overwrite`.
+        changes: to the config, such as "train.steps=200".
+        overwrite: clear an earlier run's files away first.
+        resume: take an interrupted run of the same config up where its last checkpoint stands (or begin it); the end is
+            the same to the byte.
+        report: progress.
+
+    Raises:
+        UserError: for a mistake in the config, damaged weights, or a folder that holds a run already.
+    """
+    built = configs.build_training(configs.load(config, changes, kind=TrainConfig))
+    settings = built.config
+    folder = _claim(Path(run), overwrite, resume)
+    work = settings.model_dump(mode="json", exclude={"label"}) | {"weights": _digest(settings.optimiser)}
+    checkpoint = CheckpointFile(folder / "checkpoint.safetensors", work)
+    kept = checkpoint.load()
+    write_text(folder / "config.toml", configs.dump(settings))
+    with closing(Records(folder, kept[0]["step"] if kept else -1)) as records, cpu_threads(settings.threads):
+        result = training.train(
+            built.optimisee,
+            built.factory,
+            settings.train,
+            seed=settings.seed,
+            records=records,
+            report=report,
+            checkpoint=checkpoint,
+        )
+    facts = {
+        "label": settings.name,
+        "optimisee": settings.optimisee,
+        "optimiser": settings.optimiser,
+        "seed": settings.seed,
+        "step": result.step,
+        "steps": result.steps,
+        "diverged": result.diverged,
+        "metrics": result.metrics,
+    }
+    parts = {"params": result.params, "aux": result.aux}
+    tensors = {f"{part}/{name}": value for part, named in parts.items() for name, value in named.items()}
+    store.write(folder / "model.safetensors", "l2lopt.model", facts, tensors)
+    write_json(folder / "result.json", facts)
+    plot(folder)
+    return result
+
+
 def plot(*runs: str | Path) -> list[Path]:
-    """Draws `figures/loss-curves.png` and `.svg` in every run's folder from its `evaluation.csv`.
+    """Draws into `figures/` of every run's folder, as PNG and SVG, what its records hold.
+
+    That is `loss-curves` from `evaluation.csv`, or, where `train` has left the run, `training-curve` from
+    `metrics.jsonl`.
 
     Raises:
         UserError: for a run without an evaluation, or a damaged one.
@@ -128,6 +198,10 @@ def plot(*runs: str | Path) -> list[Path]:
     folders = [Path(run) for run in runs]
     paths = []
     for folder in folders:
+        if (folder / "result.json").exists():
+            curves = plotting.read_training(folder / "metrics.jsonl")
+            paths += plotting.training_curve(curves, folder / "figures", title=folder.name)
+            continue
         bands = plotting.read(folder / "evaluation.csv")
         breaks = _horizons(folder / "evaluation.json")
         paths += plotting.loss_curves(bands, folder / "figures", title=folder.name, breaks=breaks)
@@ -157,6 +231,13 @@ def _claim(folder: Path, overwrite: bool, resume: bool) -> Path:
         shutil.rmtree(folder / "figures", ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def _digest(optimiser: Choice) -> str | None:
+    """What tells the weights that an optimiser is loaded from, if it is, from all others."""
+    if isinstance(optimiser, str) or "weights" not in optimiser:
+        return None
+    return hashlib.sha256(Path(optimiser["weights"]).read_bytes()).hexdigest()
 
 
 def _config_of(folder: Path, changes: Sequence[str]) -> Config:

@@ -38,6 +38,10 @@ class Optimisee(ABC):
     def whole(self, split: Split, seed: int) -> Iterator[tuple[Batch, int]]:
         """All of a split, as batches with the number of samples in each."""
 
+    def metrics(self, params: Params, aux: Aux, batch: Batch) -> dict[str, Tensor]:
+        """What else is worth knowing in test mode, such as the accuracy, each a mean over samples; none by default."""
+        return {}
+
     def parts(self) -> ModuleParts | None:
         """What `loss` is made of if it is a criterion on one module's outputs; None unless the optimisee says so."""
         return None
@@ -89,3 +93,15 @@ def evaluate_rows(
                 total += count * vmap(loss)(params, aux, stack([batch for batch, _ in parts]))
             samples += count
         return total / samples
+
+
+def measure(optimisee: Optimisee, split: Split, seed: int, params: Params, aux: Aux) -> dict[str, float]:
+    """The test-mode loss ("loss") and the metrics of one run on the whole split, means over its samples."""
+    totals: dict[str, float] = {}
+    samples = 0
+    with torch.no_grad():
+        for batch, count in optimisee.whole(split, seed):
+            found = {"loss": optimisee.evaluate(params, aux, batch), **optimisee.metrics(params, aux, batch)}
+            totals |= {name: totals.get(name, 0.0) + count * float(value) for name, value in found.items()}
+            samples += count
+    return {name: total / samples for name, total in totals.items()}

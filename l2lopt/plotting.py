@@ -1,11 +1,12 @@
 """Loss curves from the records of runs."""
 
 import csv
+import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -17,6 +18,7 @@ from l2lopt.records import existing, written_whole
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 COLUMNS = ("optimiser", "kind", "seed", "step", "split", "loss")
 """Of `evaluation.csv`."""
@@ -27,6 +29,12 @@ _LEARNED = ("#000000", "#0072B2", "#D55E00", "#009E73")
 _BASELINES = ("#999999", "#E69F00", "#56B4E9", "#CC79A7", "#8C8C00", "#B0B0B0")
 _DASHES = ((0, ()), (0, (5, 1.5)), (0, (1, 1)), (0, (4, 1, 1, 1)), (0, (6, 1, 1, 1, 1, 1)), (0, (2, 2)))
 _MARKERS = "os^Dv<>P"
+_STYLE: dict[Any, Any] = {
+    "svg.hashsalt": "l2lopt",
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
 
 
 class Band(NamedTuple):
@@ -63,6 +71,30 @@ def read(path: Path) -> dict[tuple[str, str, str], Band]:
     return {key: _band(by_step) for key, by_step in losses.items()}
 
 
+def read_training(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Stage → (steps, losses), in the order in which they come, from the `metrics.jsonl` of a training.
+
+    A loss that was not finite is NaN.
+
+    Raises:
+        UserError: for a missing file, one without a loss, or a line that cannot be read (with its number).
+    """
+    existing(path, "a training's records", "run l2lopt train first")
+    found: dict[str, list[tuple[int, float]]] = {"train": []}
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            line = json.loads(text)
+            loss = math.nan if line["loss"] is None else float(line["loss"])
+            found.setdefault(str(line["stage"]), []).append((int(line["step"]), loss))
+        except (TypeError, ValueError, KeyError):
+            place, remedy = f"{path}, line {number}", "train again"
+            raise UserError(place, expected="a loss", found=text[:80], remedy=remedy) from None
+    curves = {stage: np.array(pairs, dtype=float).T for stage, pairs in found.items() if pairs}
+    if not curves:
+        raise UserError(str(path), expected="a training's records", found="none", remedy="train again")
+    return {stage: (steps, losses) for stage, (steps, losses) in curves.items()}
+
+
 def loss_curves(
     bands: Mapping[tuple[str, str, str], Band], folder: Path, title: str = "", breaks: Sequence[int] = ()
 ) -> list[Path]:
@@ -76,9 +108,7 @@ def loss_curves(
             cut.
     """
     splits = [split for split in ("train", "test") if any(key[2] == split for key in bands)]
-    with plt.rc_context(
-        {"svg.hashsalt": "l2lopt", "font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
-    ):
+    with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(
             1, len(splits), figsize=(5.2 * len(splits), 4.2), squeeze=False, layout="constrained"
         )
@@ -90,12 +120,56 @@ def loss_curves(
         figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5), frameon=False)
         if title:
             figure.suptitle(title)
-        paths = [folder / f"loss-curves.{kind}" for kind in ("png", "svg")]
-        for path in paths:
-            with written_whole(path) as temporary:
-                metadata = {"Date": None} if path.suffix == ".svg" else None
-                figure.savefig(temporary, dpi=160, metadata=metadata)
-        plt.close(figure)
+        return _written(figure, folder, "loss-curves")
+
+
+def training_curve(
+    curves: Mapping[str, tuple[np.ndarray, np.ndarray]], folder: Path, title: str = "", smoothing: int = 50
+) -> list[Path]:
+    """Draws the training loss of each step with its running mean, and the watched loss, against the step.
+
+    Args:
+        curves: from `read_training`.
+        folder: gets `training-curve.png` and `training-curve.svg`.
+        title: above the panel.
+        smoothing: the running mean is over a window of the steps that went before, this fraction of them all: 1/50.
+    """
+    with plt.rc_context(_STYLE):
+        figure, panel = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
+        for index, (stage, (steps, losses)) in enumerate(curves.items()):
+            colour = _LEARNED[index % len(_LEARNED)]
+            if stage == "train":
+                panel.plot(steps, losses, color=colour, linewidth=0.6, alpha=0.25)
+                mean = _running_mean(losses, max(1, len(losses) // smoothing))
+                panel.plot(steps, mean, color=colour, linewidth=1.8, label="training batches")
+            else:
+                label = f"{'held-out' if stage == 'heldout' else stage} set"
+                panel.plot(steps, losses, color=colour, linestyle=(0, (5, 1.5)), marker="o", markersize=4, label=label)
+        values = np.concatenate([losses[np.isfinite(losses)] for _, losses in curves.values()])
+        panel.set(xlabel="step", ylabel="mean loss, nats per sample", yscale="log" if (values > 0).all() else "linear")
+        panel.grid(True, which="major", linewidth=0.4, alpha=0.5)
+        panel.legend(frameon=False)
+        if title:
+            panel.set_title(title)
+        return _written(figure, folder, "training-curve")
+
+
+def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
+    """The mean of each value and the `window` − 1 before it, of as many as there are at the start."""
+    ends = np.arange(1, len(values) + 1)
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    starts = np.maximum(ends - window, 0)
+    return np.asarray((sums[ends] - sums[starts]) / (ends - starts))
+
+
+def _written(figure: Figure, folder: Path, name: str) -> list[Path]:
+    """The figure as PNG and SVG, and closed."""
+    paths = [folder / f"{name}.{kind}" for kind in ("png", "svg")]
+    for path in paths:
+        with written_whole(path) as temporary:
+            metadata = {"Date": None} if path.suffix == ".svg" else None
+            figure.savefig(temporary, dpi=160, metadata=metadata)
+    plt.close(figure)
     return paths
 
 

@@ -72,7 +72,7 @@ def _keys(location: tuple[int | str, ...], data: Any) -> list[str]:
     """The keys and indices of a finding's place in `data`, without pydantic's marks for the members of a union."""
     path: list[str] = []
     for part in location:
-        inside = part in data if isinstance(data, Mapping) else isinstance(data, list) and isinstance(part, int)
+        inside = part in data if isinstance(data, Mapping) else isinstance(data, list) and part in range(len(data))
         if inside:
             path.append(str(part))
             data = data[part]
@@ -109,7 +109,7 @@ def _check(where: str, model: type[BaseModel], options: dict[str, Any]) -> dict[
 def _options_model(entry: Callable[..., Any]) -> type[BaseModel]:
     """A pydantic model of the keyword arguments of `entry`."""
     function = inspect.getattr_static(entry, "__init__") if isinstance(entry, type) else entry
-    hints = typing.get_type_hints(function)
+    hints = typing.get_type_hints(function, include_extras=True)
     fields: dict[str, Any] = {
         parameter.name: (
             hints.get(parameter.name, Any),

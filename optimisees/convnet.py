@@ -8,7 +8,7 @@ from torch import nn
 
 from l2lopt.errors import UserError
 from optimisees.datasets import digits
-from optimisees.module import ModuleOptimisee
+from optimisees.module import ModuleOptimisee, accuracy
 
 
 def convnet(
@@ -50,4 +50,5 @@ def convnet(
         layers += [nn.Flatten(), nn.Linear(pixels * channels[-1], hidden), nn.ReLU(), nn.Linear(hidden, 10)]
         return nn.Sequential(*layers).to(kind)
 
-    return ModuleOptimisee(factory, nn.functional.cross_entropy, digits(kind), batch_size, heldout, device)
+    criterion, metrics = nn.functional.cross_entropy, {"accuracy": accuracy}
+    return ModuleOptimisee(factory, criterion, digits(kind), batch_size, heldout, device, metrics=metrics)

@@ -9,7 +9,7 @@ from torch import nn
 
 from l2lopt.errors import UserError
 from optimisees.datasets import digits
-from optimisees.module import ModuleOptimisee
+from optimisees.module import ModuleOptimisee, accuracy
 
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"sigmoid": nn.Sigmoid, "relu": nn.ReLU, "tanh": nn.Tanh}
 
@@ -43,4 +43,5 @@ def mlp(
             layers += [nn.Linear(fan_in, fan_out, dtype=kind), _ACTIVATIONS[activation]()]
         return nn.Sequential(*layers[:-1])
 
-    return ModuleOptimisee(factory, nn.functional.cross_entropy, digits(kind), batch_size, heldout, device)
+    criterion, metrics = nn.functional.cross_entropy, {"accuracy": accuracy}
+    return ModuleOptimisee(factory, criterion, digits(kind), batch_size, heldout, device, metrics=metrics)

@@ -1,7 +1,7 @@
 """Any `nn.Module` with a loss and data in memory, as an optimisee."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 
 import torch
@@ -33,6 +33,7 @@ class ModuleOptimisee(Optimisee):
         heldout: the share of training samples that each seed holds out of the split `inner`.
         device: where data and parameters live.
         evaluation_size: samples evaluated at once.
+        metrics: name → (outputs, targets) → mean over samples, in test mode.
     """
 
     def __init__(
@@ -44,10 +45,12 @@ class ModuleOptimisee(Optimisee):
         heldout: float = 0.25,
         device: str | torch.device = "cpu",
         evaluation_size: int = 2000,
+        metrics: Mapping[str, Callable[[Tensor, Tensor], Tensor]] | None = None,
     ) -> None:
         if not 0 <= heldout < 1:
             raise UserError("heldout", expected="a share in [0, 1)", found=str(heldout), remedy="change the value")
         self.factory, self.criterion, self.device = factory, criterion, torch.device(device)
+        self.measures = dict(metrics or {})
         self.data = InMemory(*(part.to(self.device) for part in data))
         self.batch_size, self.heldout, self.evaluation_size = batch_size, heldout, evaluation_size
         samples = len(data.train_inputs)
@@ -88,8 +91,14 @@ class ModuleOptimisee(Optimisee):
 
     def evaluate(self, params: Params, aux: Aux, batch: Batch) -> Tensor:
         """The criterion in test mode."""
-        outputs = functional_call(self._testing, (params, aux), (batch["inputs"],))
-        return self.criterion(outputs, batch["targets"])
+        return self.criterion(self._outputs(params, aux, batch), batch["targets"])
+
+    def metrics(self, params: Params, aux: Aux, batch: Batch) -> dict[str, Tensor]:
+        """Each of the measures in test mode."""
+        if not self.measures:
+            return {}
+        outputs = self._outputs(params, aux, batch)
+        return {name: measure(outputs, batch["targets"]) for name, measure in self.measures.items()}
 
     def whole(self, split: Split, seed: int) -> Iterator[tuple[Batch, int]]:
         """All samples of the split, `evaluation_size` at a time."""
@@ -106,6 +115,11 @@ class ModuleOptimisee(Optimisee):
     def _fresh(self, seed: int) -> nn.Module:
         with seeded(seed_of("init", seed)):
             return self.factory().to(self.device)
+
+    def _outputs(self, params: Params, aux: Aux, batch: Batch) -> Tensor:
+        """The model's, in test mode."""
+        outputs: Tensor = functional_call(self._testing, (params, aux), (batch["inputs"],))
+        return outputs
 
     def _samples(self, split: Split) -> tuple[Tensor, Tensor]:
         return self.data[2:] if split == "test" else self.data[:2]
@@ -155,6 +169,11 @@ class ModuleOptimisee(Optimisee):
                 remedy = "update it in place, for instance with copy_"
                 raise UserError(f"buffer {name!r}", expected="a buffer that stays", found="a new one", remedy=remedy)
         return masks
+
+
+def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The share of samples whose class has the highest score; outputs [samples, classes]."""
+    return (outputs.argmax(1) == targets).to(outputs.dtype).mean()
 
 
 class GivenMask(nn.Module):

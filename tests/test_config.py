@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from l2lopt import config as configs
-from l2lopt.config import Config
+from l2lopt.config import Config, TrainConfig
 from l2lopt.errors import UserError
 
 DEMO = configs.demo()
@@ -34,6 +34,7 @@ def test_every_field_is_documented():
                 check(field.annotation, f"{path}.{name}")
 
     check(Config, "config")
+    check(TrainConfig, "config")
 
 
 @pytest.mark.parametrize(

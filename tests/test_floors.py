@@ -14,17 +14,18 @@ FLOORS = {
     "l2lopt.config": 7,
     "optimisees": 6,
     "l2lopt.meta_training": 5,
-    "l2lopt.train": 5,
+    "l2lopt.training": 5,
     "l2lopt.evaluation": 4,
     "l2lopt.torch_optim": 4,
-    "l2lopt.weights": 4,
     "l2lopt.kernels": 3,
     "l2lopt.optimisers": 2,
     "l2lopt.sequence": 2,
     "l2lopt.checkpoint": 3,
+    "l2lopt.weights": 3,
     "l2lopt.plotting": 2,
     "l2lopt.store": 2,
     "l2lopt.cells": 1,
+    "l2lopt.torch_table": 1,
     "l2lopt.unrolls": 1,
     "l2lopt.optimisee": 1,
     "l2lopt.records": 1,
@@ -142,9 +143,9 @@ def test_checker_lets_good_imports_pass():
             "l2lopt.cells.cell (floor 1) imports l2lopt.optimisers (floor 2)",
         ),
         (
-            "l2lopt.train",
+            "l2lopt.training",
             "import l2lopt.meta_training",
-            "l2lopt.train (floor 5) imports l2lopt.meta_training (floor 5)",
+            "l2lopt.training (floor 5) imports l2lopt.meta_training (floor 5)",
         ),
         ("l2lopt.unrolls", "from l2lopt import cells", "l2lopt.unrolls (floor 1) imports l2lopt.cells (floor 1)"),
         ("l2lopt.cells.cell", "from . import lstm", "l2lopt.cells.lstm imports l2lopt.cells.cell"),
@@ -164,4 +165,4 @@ def test_checker_finds_bad_imports(module, source, found):
 
 @pytest.mark.parametrize("source", ["def f():\n    print(1)", "from rich.console import Console", "import rich"])
 def test_checker_finds_talkers(source):
-    assert talkers({"l2lopt.train": source, "l2lopt.cells": "from l2lopt import console"}) == {"l2lopt.train"}
+    assert talkers({"l2lopt.training": source, "l2lopt.cells": "from l2lopt import console"}) == {"l2lopt.training"}

@@ -1,13 +1,10 @@
 """A run that is killed and resumed ends as one that was not, to the byte."""
 
-import os
-import random
-import signal
-import subprocess
-import sys
-import time
+from functools import partial
 
 import pytest
+from killing import kill_ten_times
+from killing import killed as killed_work
 from test_experiments import SMALL
 
 import l2lopt
@@ -28,26 +25,13 @@ LONGER = [
 DEMO = configs.demo()
 
 
-class Killed(BaseException):
-    """Stands for SIGKILL: nothing in the library catches it."""
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     return l2lopt.meta_train(DEMO, tmp_path_factory.mktemp("runs") / "whole", changes=LONGER)
 
 
 def killed(folder, moment, changes=LONGER, **options):
-    """Runs until the `moment`-th report, and no further."""
-    seen = []
-
-    def report(*event):
-        seen.append(event)
-        if len(seen) == moment:
-            raise Killed
-
-    with pytest.raises(Killed):
-        l2lopt.meta_train(DEMO, folder, changes=changes, report=report, **options)
+    killed_work(partial(l2lopt.meta_train, DEMO, folder, changes=changes, **options), moment)
 
 
 def files(folder):
@@ -132,18 +116,5 @@ def test_ten_real_kills(tmp_path):
     """SIGKILL at ten random moments of a run of some seconds."""
     changes = [*SMALL, "meta.updates=300", "meta.checkpoint_every=1", "meta.validate_every=25", "threads=1"]
     sets = [part for change in changes for part in ("--set", change)]
-    command = [sys.executable, "-m", "l2lopt", "meta-train", str(DEMO), *sets, "--resume", "--run"]
-    subprocess.run([*command, str(tmp_path / "whole")], check=True, capture_output=True)
-    moments = random.Random(0)
-    checkpoint = tmp_path / "run" / "checkpoint.safetensors"
-    for _ in range(10):
-        before = checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
-        process = subprocess.Popen([*command, str(tmp_path / "run")], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        while process.poll() is None and not (checkpoint.exists() and checkpoint.stat().st_mtime_ns > before):
-            time.sleep(0.01)
-        time.sleep(moments.random() * 0.3)
-        assert process.poll() is None, "the run ended before it had been killed ten times"
-        os.kill(process.pid, signal.SIGKILL)
-        process.communicate()
-    subprocess.run([*command, str(tmp_path / "run")], check=True, capture_output=True)
+    kill_ten_times(["meta-train", DEMO, *sets], tmp_path / "run", pause=0.3)
     assert files(tmp_path / "run") == files(tmp_path / "whole")
