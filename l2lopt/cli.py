@@ -124,6 +124,24 @@ def plot(runs: Runs) -> None:
     _left(experiments.plot(*runs))
 
 
+@app.command()
+def reproduce(
+    study: Annotated[Path, typer.Argument(metavar="STUDY", help="A TOML file, such as configs/studies/digits.toml.")],
+    run: Run = None,
+    changes: Set = None,
+    device: Device = None,
+    jobs: Annotated[int, typer.Option("--jobs", min=1, help="Pieces made at the same time.")] = 1,
+) -> None:
+    """Make a study's table and figures: many optimisers, meta-seeds and problems; goes on where it was stopped."""
+    from l2lopt import studies
+
+    folder = run or Path("runs") / study.stem
+    with _progress() as report:
+        paths = studies.reproduce(study, folder, changes=_changes(changes, None, device), jobs=jobs, report=report)
+    console.print(paths[0].read_text(encoding="utf-8"), markup=False, highlight=False, soft_wrap=True)
+    _left(paths)
+
+
 def main() -> None:
     """Runs the command line; a user's mistake ends in one line on standard error and exit code 2."""
     try:

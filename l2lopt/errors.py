@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from functools import partial
+from typing import Any
 
 
 class UserError(ValueError):
@@ -18,6 +20,10 @@ class UserError(ValueError):
         self.where, self.expected, self.found, self.remedy = where, expected, found, remedy
         text = f"{where}: expected {expected}, found {found}; {remedy}"
         super().__init__(" ".join(text.split()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """So that it can come from another process."""
+        return partial(UserError, expected=self.expected, found=self.found, remedy=self.remedy), (self.where,)
 
 
 def at_least_0(where: str, **values: float) -> None:

@@ -148,6 +148,25 @@ class Curves(NamedTuple):
     seconds: float
 
 
+@dataclass(frozen=True)
+class FreeRun:
+    """One optimiser's part of an evaluation.
+
+    Attributes:
+        kind: "learned" or "baseline".
+        losses: split → step → the loss of each problem, [S].
+        seconds: per inner step and problem.
+        chosen: of a baseline, horizon → the run chosen for it.
+        warnings: rates that sit at an edge of their grid.
+    """
+
+    kind: str
+    losses: dict[Split, dict[int, Tensor]]
+    seconds: float
+    chosen: dict[int, Tuned] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+
 def run_free(
     optimiser: Optimiser,
     optimisee: Optimisee,
@@ -225,28 +244,61 @@ def evaluate(
     names = [*learned, *(baseline.name for baseline in settings.baselines)]
     if len(set(names)) < len(names):
         raise UserError("evaluation", expected="a name for each optimiser", found=", ".join(names), remedy="add labels")
+    runs = {
+        name: learned_run(optimiser, optimisee, settings, seed=seed, report=report, stage=name)
+        for name, optimiser in learned.items()
+    }
+    runs |= {
+        baseline.name: baseline_run(baseline, optimisee, settings, seed=seed, report=report)
+        for baseline in settings.baselines
+    }
+    return compared(runs, horizons)
+
+
+def learned_run(
+    optimiser: Optimiser,
+    optimisee: Optimisee,
+    settings: EvaluationSettings,
+    *,
+    seed: int = 0,
+    report: Report = silent,
+    stage: str = "run",
+) -> FreeRun:
+    """A learned optimiser on the problems of an evaluation; the arguments are those of `evaluate`."""
+    record = record_steps(settings.steps, settings.checked_horizons())
+    run = run_free(optimiser, optimisee, _reported(settings, seed), record, report=report, stage=stage)
+    return FreeRun("learned", _by_step(run), run.seconds)
+
+
+def baseline_run(
+    baseline: Baseline, optimisee: Optimisee, settings: EvaluationSettings, *, seed: int = 0, report: Report = silent
+) -> FreeRun:
+    """A baseline tuned for every horizon, on the problems of an evaluation; the arguments are those of `evaluate`."""
+    horizons = settings.checked_horizons()
+    chosen = _tune(baseline, optimisee, horizons, settings, seed, report)
     record = record_steps(settings.steps, horizons)
-    seeds = [seed_of("evaluation", seed, index) for index in range(settings.seeds)]
-    result = Evaluation([], [])
-    curves: dict[str, dict[Split, dict[int, Tensor]]] = {}
-    for name, optimiser in learned.items():
-        run = run_free(optimiser, optimisee, seeds, record, report=report, stage=name)
-        curves[name], result.seconds[name] = _by_step(run), run.seconds
-    for baseline in settings.baselines:
-        chosen = _tune(baseline, optimisee, horizons, settings, seed, report)
-        result.chosen[baseline.name] = chosen
-        result.warnings.extend(_edges(baseline, chosen))
-        curves[baseline.name], result.seconds[baseline.name] = _baseline_curve(
-            baseline, chosen, optimisee, seeds, record, report
-        )
-    kinds = {name: "learned" if name in learned else "baseline" for name in names}
-    for name in names:
-        for split, by_step in curves[name].items():
+    losses, seconds = _baseline_curve(baseline, chosen, optimisee, _reported(settings, seed), record, report)
+    return FreeRun("baseline", losses, seconds, chosen, _edges(baseline, chosen))
+
+
+def compared(runs: Mapping[str, FreeRun], horizons: Sequence[int]) -> Evaluation:
+    """What the runs by name show side by side; all must be on the same problems."""
+    result = Evaluation([], _table(runs, horizons))
+    for name, run in runs.items():
+        result.seconds[name] = run.seconds
+        result.warnings.extend(run.warnings)
+        if run.kind == "baseline":
+            result.chosen[name] = run.chosen
+        for split, by_step in run.losses.items():
             for step, losses in by_step.items():
                 for index, loss in enumerate(losses.tolist()):
-                    result.rows.append(Row(name, kinds[name], index, step, split, loss))
-    result.table.extend(_table(curves, kinds, horizons))
+                    result.rows.append(Row(name, run.kind, index, step, split, loss))
     return result
+
+
+def _reported(settings: EvaluationSettings, seed: int) -> list[int]:
+    """The seeds of the problems that are reported; no tuning sees them."""
+    return [seed_of("evaluation", seed, index) for index in range(settings.seeds)]
 
 
 def _tune(
@@ -316,22 +368,20 @@ def _by_step(run: Curves) -> dict[Split, dict[int, Tensor]]:
     return {split: dict(zip(run.steps, losses, strict=True)) for split, losses in run.losses.items()}
 
 
-def _table(
-    curves: Mapping[str, dict[Split, dict[int, Tensor]]], kinds: Mapping[str, str], horizons: list[int]
-) -> list[Comparison]:
+def _table(runs: Mapping[str, FreeRun], horizons: Sequence[int]) -> list[Comparison]:
     lines = []
     for horizon in horizons:
         for split in SPLITS:
-            losses = {name: curve[split][horizon].double().nan_to_num(nan=torch.inf) for name, curve in curves.items()}
-            baselines = [name for name, kind in kinds.items() if kind == "baseline"]
+            losses = {name: run.losses[split][horizon].double().nan_to_num(nan=torch.inf) for name, run in runs.items()}
+            baselines = [name for name, run in runs.items() if run.kind == "baseline"]
             best = min(baselines, key=lambda name: float(losses[name].mean()), default="")
             for name, values in losses.items():
+                run = runs[name]
                 mean, low, high = interval(values)
-                versus = best if kinds[name] == "learned" else ""
+                versus = best if run.kind == "learned" else ""
                 paired = interval(values - losses[best]) if versus else (torch.nan,) * 3
-                start = curves[name][split][0]
-                diverged = int((~values.isfinite() | (values > start)).sum())
-                lines.append(Comparison(name, kinds[name], horizon, split, mean, low, high, versus, *paired, diverged))
+                diverged = int((~values.isfinite() | (values > run.losses[split][0])).sum())
+                lines.append(Comparison(name, run.kind, horizon, split, mean, low, high, versus, *paired, diverged))
     return lines
 
 

@@ -120,7 +120,7 @@ def evaluate(*runs: str | Path, changes: Sequence[str] = (), report: Report = si
     with cpu_threads(settings[0].threads):
         result = evaluation.evaluate(learned, optimisee, settings[0].evaluation, seed=settings[0].seed, report=report)
     for folder in folders:
-        _write_evaluation(folder, result)
+        write_evaluation(folder, result)
     return result
 
 
@@ -255,7 +255,8 @@ def _horizons(path: Path) -> list[int]:
         raise UserError(str(path), expected="an evaluation's summary", found="damage", remedy=remedy) from None
 
 
-def _write_evaluation(folder: Path, result: Evaluation) -> None:
+def write_evaluation(folder: Path, result: Evaluation) -> None:
+    """`evaluation.csv` and `evaluation.json` (table, chosen baselines, warnings)."""
     with (
         written_whole(folder / "evaluation.csv") as temporary,
         temporary.open("w", newline="", encoding="utf-8") as file,

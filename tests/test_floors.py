@@ -8,8 +8,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FLOORS = {
-    "l2lopt.__main__": 10,
-    "l2lopt.cli": 9,
+    "l2lopt.__main__": 11,
+    "l2lopt.cli": 10,
+    "l2lopt.studies": 9,
     "l2lopt.experiments": 8,
     "l2lopt.config": 7,
     "optimisees": 6,
