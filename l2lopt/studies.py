@@ -1,6 +1,4 @@
-"""Studies: several optimisers, meta-trained with several seeds, on several problems, as one table that anyone can
-make again.
-"""
+"""Studies: optimisers × problems × meta-seeds as one table that anyone can make again."""
 
 import hashlib
 import json
