@@ -1,10 +1,12 @@
 """Exact first-order meta-gradients in bounded memory: run without a tape, then go back block by block."""
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import islice
 from math import ceil
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,8 +27,11 @@ from l2lopt.types import (
     generator,
 )
 from l2lopt.unrolls.measured import Measured, Objective, gradient_of, measure, term
+from l2lopt.unrolls.plan import Plan, available_memory
 from l2lopt.unrolls.record import Record, Rows
 from l2lopt.unrolls.unroll import MetaGradient, Unroll, UnrollState
+
+Result = TypeVar("Result")
 
 
 class Blockwise(Unroll):
@@ -126,6 +131,60 @@ class Blockwise(Unroll):
         finite = all(bool(t.isfinite().all()) for t in (value, params, *summed.values()))
         trajectory = torch.stack(losses) if losses else carry.params.new_zeros(0)
         return MetaGradient(value, summed, Carry(params, aux, optimiser_state), trajectory, finite, state)
+
+    def plan(self, update: Update, loss: Loss, phi: Params, carry: Carry, steps: Iterable[Step], length: int) -> Plan:
+        """What a call of `length` steps from `carry` will take; runs a gradient and the replay of a block.
+
+        Args:
+            update: see `Unroll.__call__`, as are `loss`, `phi` and `carry`.
+            loss: of the optimisee.
+            phi: the meta-parameters.
+            carry: where the run stands.
+            steps: the first two are looked at.
+            length: of the call.
+
+        Raises:
+            UserError: where its memory is not there; see `Plan.check`.
+        """
+        phi, carry, way = detach(phi), detach(carry), _way(update)
+        size, numbers = carry.params.shape[-1], carry.params.numel()
+        window = max(1, min(length, self.truncation or length))
+        dtype = torch.bfloat16 if self.record == "bfloat16" else carry.params.dtype
+        drawn = sum(ceil(self.share * part) for part in carry.state.layout.sizes) / max(size, 1)
+        step, *following = islice(steps, 2)
+        others = sum(all(target.batch is not later.batch for later in following) for target in step.targets)
+        gradient, (seen,) = _seconds(lambda: [measure(loss, carry.params, carry.aux, step.batch)])
+        few = min(size, self.block)
+        part = carry.state._replace(
+            layout=carry.state.layout.between(0, few),
+            coordinates={name: value[..., :few].clone() for name, value in carry.state.coordinates.items()},
+        )
+        theta, grads = carry.params[..., :few], seen.grads[..., :few]
+        with torch.no_grad():
+            forward, (_, after) = _seconds(lambda: way.advance(phi, grads, way.own(part), theta, seen.loss))
+        several = 4
+        probe = Window(
+            part,
+            theta,
+            torch.stack([grads] * several),
+            torch.stack([grads] * several),
+            torch.stack([seen.loss] * several),
+            [after.shared] * several,
+        )
+        back, _ = _seconds(lambda: way.replay(phi, probe))
+        per_number = (forward + drawn * back / several) / max(theta.numel(), 1) / way.threads
+        state = sum(value.numel() * value.element_size() for value in carry.state.coordinates.values())
+        plan = Plan(
+            window=window,
+            vector=ceil(numbers * drawn) * dtype.itemsize,
+            per_step=1 + bool(others),
+            state=2 * state + 4 * numbers * carry.params.element_size(),
+            available=available_memory(carry.params.device),
+            spilt=self.rows.folder is not None,
+            seconds=length * ((1 + others) * gradient + numbers * per_number),
+        )
+        plan.check()
+        return plan
 
     def _open(self, optimiser_state: OptimiserState, params: Tensor, state: UnrollState) -> "tuple[_Open, UnrollState]":
         """An empty window at the present place, and the unroll's own state after the draw."""
@@ -228,6 +287,14 @@ def stratified(layout: Layout, share: float, source: torch.Generator) -> tuple[T
         torch.cat([empty.double(), *weights]),
         Layout(layout.names, tuple(counts)),
     )
+
+
+def _seconds(function: Callable[[], Result]) -> tuple[float, Result]:
+    """How long it takes the second time, and what it gives."""
+    function()
+    start = time.perf_counter()
+    result = function()
+    return time.perf_counter() - start, result
 
 
 @contextmanager

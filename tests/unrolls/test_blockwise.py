@@ -1,5 +1,7 @@
 """The blockwise unroll: equal to the tape's first order, and right on average when it samples coordinates."""
 
+from itertools import product
+
 import laws
 import pytest
 import torch
@@ -120,3 +122,31 @@ def test_vectors_are_used_again():
     assert before == [row.data_ptr() for row in unroll.rows.made]
     other = problem("coordinatewise gated", "quadratic")
     laws.assert_same(vars(laws.run(unroll, other)), vars(laws.run(Blockwise(), other)))
+
+
+def test_the_plan_counts_what_will_be_kept():
+    """A vector for each gradient and source that the window's record then holds, and the bytes of each."""
+    for mixture, record, share in product(MIXTURES, ["full", "bfloat16"], [1.0, 0.3]):
+        task = problem(mixture=mixture, seeds=(0, 1), length=6)
+        unroll = Blockwise(truncation=4, record=record, share=share)
+        plan = unroll.plan(*task[:4], task.steps, 6)
+        unroll(*task[:4], task.steps, unroll.init(task.carry, task.phi, 0))
+        kept = unroll.rows.made
+        assert plan.window == 4
+        assert plan.vectors - 1 <= len(kept) <= plan.vectors  # the last source only where the window closes
+        assert {row.numel() * row.element_size() for row in kept} == {plan.vector}
+        assert plan.seconds > 0
+        assert "free" in str(plan)
+
+
+def test_a_plan_that_does_not_fit_names_the_window_that_does(monkeypatch):
+    task = problem()
+    plan = Blockwise().plan(*task[:4], task.steps, 4)
+    monkeypatch.setattr("l2lopt.unrolls.blockwise.available_memory", lambda _: plan.state + 480 * plan.vector)
+    with pytest.raises(UserError, match="truncation to at most 239,"):  # two vectors a step, and one
+        Blockwise().plan(*task[:4], task.steps, 240)
+    assert Blockwise(truncation=239).plan(*task[:4], task.steps, 300).window == 239
+    Blockwise(spill="/nowhere").plan(*task[:4], task.steps, 300)  # the record lies in files
+    monkeypatch.setattr("l2lopt.unrolls.blockwise.available_memory", lambda _: 10)
+    with pytest.raises(UserError, match="even one step"):
+        Blockwise().plan(*task[:4], task.steps, 4)
