@@ -1,0 +1,188 @@
+"""Studies: every piece made once, the table a mean over meta-seeds, a stopped study taken up again."""
+
+import json
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+import tomli_w
+import torch
+
+from l2lopt import evaluation, studies
+from l2lopt.errors import UserError
+from l2lopt.plotting import read
+
+from test_cli import called  # isort: skip
+
+ROOT = Path(__file__).parents[1]
+CONFIG = {
+    "threads": 1,
+    "optimisee": {"name": "mlp", "hidden": [2], "batch_size": 16},
+    "optimiser": {"name": "coordinatewise", "hidden_size": 3, "inputs": ["log-and-sign"], "rule": "additive"},
+    "unroll": {"length": 4, "truncation": 2},
+    "meta": {"updates": 2, "validate_every": 2},
+    "validation": {"seeds": 1, "horizons": [2]},
+    "evaluation": {
+        "seeds": 3,
+        "steps": 5,
+        "horizons": [2, 5],
+        "tuning_seeds": 1,
+        "baselines": [{"optimiser": "sgd", "rates": [0.1, 1.0]}, {"optimiser": "adam", "rates": [0.01, 0.1]}],
+    },
+}
+STUDY = {
+    "meta_seeds": [0, 4],
+    "problems": [{"label": "Small, MLP"}],
+    "optimisers": [
+        {"label": "LSTM", "config": "../recipe.toml"},
+        {"label": "IHC-LSTM", "config": "../recipe.toml", "changes": ["optimiser.cell=ihc-lstm"]},
+    ],
+}
+
+
+def written(folder, study=STUDY, config=CONFIG):
+    (folder / "studies").mkdir(parents=True, exist_ok=True)
+    (folder / "recipe.toml").write_text(tomli_w.dumps(config))
+    (folder / "studies" / "small.toml").write_text(tomli_w.dumps(study))
+    return folder / "studies" / "small.toml"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("study")
+    source = written(folder)
+    studies.reproduce(source, folder / "run")
+    return source, folder / "run"
+
+
+def table(folder):
+    """`table.json` without the times."""
+    facts = json.loads((folder / "table.json").read_text())
+    return {label: {**problem, "seconds_per_step_and_seed": None} for label, problem in facts.items()}
+
+
+def test_leaves_a_table_and_a_figure(made):
+    lines = (made[1] / "table.md").read_text().splitlines()
+    names = ["Small, MLP", "LSTM", "IHC-LSTM", "sgd", "adam"]
+    assert [line.split("|")[1].strip() for line in lines if "---" not in line] == names
+    assert (made[1] / "small-mlp" / "figures" / "loss-curves.png").stat().st_size > 1000
+    assert {name for name, _, _ in read(made[1] / "small-mlp" / "evaluation.csv")} == set(names[1:])
+
+
+def test_means_are_over_meta_seeds_and_problems(made):
+    """Against the pieces' own files, and the spread against each meta-seed's own mean."""
+    home = made[1] / "small-mlp"
+    for row in table(made[1])["Small, MLP"]["table"]:
+        split, horizon = row["split"], str(row["horizon"])
+        learned = row["kind"] == "learned"
+        paths = [home / f"{row['optimiser']}.json"]
+        if learned:
+            paths = [home / f"{row['optimiser'].lower()}-{seed}" / "free-run.json" for seed in (0, 4)]
+        losses = torch.tensor([json.loads(path.read_text())["losses"][split][horizon] for path in paths])
+        assert row["mean"] == pytest.approx(float(losses.double().mean()), rel=1e-6)
+        if learned:
+            assert row["meta_seeds"] == pytest.approx(losses.double().mean(1).tolist(), rel=1e-6)
+            assert losses[0].ne(losses[1]).any()
+
+
+def test_a_stopped_study_goes_on_where_it_stood(made, tmp_path, monkeypatch):
+    source, calls = written(tmp_path), []
+    plain = evaluation.learned_run
+
+    def stopping(*args, **options):
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return plain(*args, **options)
+
+    monkeypatch.setattr(evaluation, "learned_run", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        studies.reproduce(source, tmp_path / "run")
+    studies.reproduce(source, tmp_path / "run")
+    assert len(calls) == 4 + 1  # each piece once, but for the one that was stopped
+    assert table(tmp_path / "run") == table(made[1])
+    studies.reproduce(source, tmp_path / "run")
+    assert len(calls) == 5
+
+
+def test_a_changed_evaluation_is_made_anew_and_a_changed_recipe_refused(made, tmp_path):
+    source = written(tmp_path, {**STUDY, "meta_seeds": [0]})
+    paths = studies.reproduce(source, tmp_path / "run")
+    first = table(tmp_path / "run")
+    studies.reproduce(source, tmp_path / "run", changes=["evaluation.seeds=2"])
+    assert table(tmp_path / "run") != first
+    studies.reproduce(source, tmp_path / "run")
+    assert table(tmp_path / "run") == first
+    assert paths[:2] == [tmp_path / "run" / "table.md", tmp_path / "run" / "table.json"]
+    (tmp_path / "run" / "small-mlp" / "sgd.json").write_text('{"work": 3')
+    studies.reproduce(source, tmp_path / "run")
+    assert table(tmp_path / "run") == first
+    with pytest.raises(UserError, match=r"unroll\.truncation = 2, found unroll\.truncation = 4"):
+        studies.reproduce(source, tmp_path / "run", changes=["unroll.truncation=4"])
+
+
+@pytest.mark.slow
+def test_jobs_side_by_side_make_the_same_table(made, tmp_path):
+    seen, other = [], {"label": "Larger", "changes": ["optimisee.hidden=[3]"]}
+    source = written(tmp_path, {**STUDY, "problems": [*STUDY["problems"], other]})
+    studies.reproduce(source, tmp_path / "run", jobs=2, report=lambda *event: seen.append(event))
+    both = table(tmp_path / "run")
+    assert list(both) == ["Small, MLP", "Larger"]
+    assert both["Small, MLP"] == table(made[1])["Small, MLP"]
+    assert [event[1] for event in seen] == list(range(1, 13))
+
+
+@pytest.mark.parametrize(
+    ("study", "message"),
+    [
+        ({**STUDY, "problem": []}, "'problem'; did you mean 'problems'"),
+        ({**STUDY, "meta_seeds": []}, "meta_seeds"),
+        ({**STUDY, "optimisers": [{"label": "LSTM"}]}, r"config: expected a value"),
+        ({**STUDY, "optimisers": [{"label": "LSTM", "config": "none.toml"}]}, "none.toml"),
+        (
+            {**STUDY, "optimisers": [{**STUDY["optimisers"][0], "changes": ["optimiser.cell=lst"]}]},
+            "did you mean 'lstm'",
+        ),
+        (
+            {
+                **STUDY,
+                "optimisers": [STUDY["optimisers"][0], {**STUDY["optimisers"][1], "changes": ["evaluation.seeds=4"]}],
+            },
+            "expected the evaluation of LSTM",
+        ),
+    ],
+)
+def test_mistakes_end_in_one_line_before_any_work(tmp_path, monkeypatch, capsys, study, message):
+    code, _, err = called(monkeypatch, capsys, "reproduce", written(tmp_path, study), "--run", tmp_path / "run")
+    assert code == 2
+    assert len(err.splitlines()) == 1
+    assert re.search(message, err)
+    assert not (tmp_path / "run").exists()
+
+
+def test_missing_and_damaged_files(tmp_path, monkeypatch, capsys):
+    for path in (tmp_path / "none.toml", tmp_path / "bad.toml"):
+        (tmp_path / "bad.toml").write_text("a = [")
+        code, _, err = called(monkeypatch, capsys, "reproduce", path, "--run", tmp_path / "run")
+        assert (code, len(err.splitlines())) == (2, 1)
+
+
+def test_the_command_line_shows_the_table(made, monkeypatch, capsys):
+    code, out, err = called(monkeypatch, capsys, "reproduce", made[0], "--run", made[1])
+    assert (code, err) == (0, "")
+    assert "| Small, MLP |" in out
+    assert str(made[1] / "table.json") in out
+
+
+def test_a_mistake_can_come_from_another_process():
+    mistake = UserError("here", expected="this", found="that", remedy="mend it")
+    again = pickle.loads(pickle.dumps(mistake))
+    assert (str(again), again.where, again.remedy) == (str(mistake), "here", "mend it")
+
+
+def test_the_study_of_the_readme_is_sound():
+    """Its configs load and fit together."""
+    place = studies._Place(str(ROOT / "configs/studies/digits.toml"), "nowhere", ())
+    pieces = list(studies._pieces(studies.load(place.source), place))
+    assert len(pieces) == 2 * 4 * 3 + 2 * 4
