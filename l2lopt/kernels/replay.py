@@ -84,36 +84,38 @@ def _replay(
     folded = Folded(*(None if value is None else value.detach() for value in folded))  # type: ignore[arg-type]
     trace, of_theta = _trace(optimiser, window, space)
     steps = LSTMSteps if isinstance(optimiser.cell, LSTM) else IHCLSTMSteps
-    F, M, P = optimiser.embedding.in_features, *trace.c.shape[1:]
-    cell = steps(folded, trace, torch.tensor([*of_theta, *range(F, F + M)]), space)
+    F, M, P = optimiser.embedding.in_features, *trace.hidden[0].shape
+    below = torch.tensor([*of_theta, *range(F, F + M)])
+    cell = steps(folded, trace, window.state.coordinates["cell.c"], below, space)
     of_rule = {name.removeprefix("rule."): value.detach() for name, value in phi.items() if name.startswith("rule.")}
     rule = RULE_STEPS[type(optimiser.rule)](optimiser.rule, of_rule, trace, window)
-    T, sources = len(trace.grads), window.sources.reshape(trace.grads.shape)
+    T, sources = len(trace.grads), window.sources.reshape(len(window.grads), -1).unbind()
 
+    head, head_bias = folded.head.T.contiguous(), folded.head_bias[:, None]
     for t in range(T):
         for column in of_theta:
-            trace.rows[t, column] = trace.params[t]
+            trace.rows[t][column] = trace.params[t]
         cell.forward(t)
-        torch.addmm(folded.head_bias[:, None], folded.head, trace.hidden[t + 1], out=trace.outputs[t])
+        torch.addmm(head_bias, folded.head, trace.hidden[t + 1], out=trace.outputs[t])
         torch.add(trace.params[t], rule.forward(t), out=trace.params[t + 1])
         trace.keep(t, trace.params[t], trace.params[t + 1])
 
     a = torch.zeros_like(trace.grads[0])
-    rows = space.take("rows' adjoint", len(of_theta) + M, P, like=trace.c).zero_()
-    dh, dc = rows[len(of_theta) :], space.take("c's adjoint", M, P, like=trace.c).zero_()
-    head = folded.head.T.contiguous()
+    rows = space.take("rows' adjoint", len(of_theta) + M, P, like=window.params).zero_()
+    dh, dc = rows[len(of_theta) :], space.take("c's adjoint", M, P, like=window.params).zero_()
+    of_head = torch.zeros_like(head)
     for t in reversed(range(T)):
         a = a + sources[t]
         (acting, _), (h, h_passing), (c, c_passing) = (trace.part(t, adjoint) for adjoint in (a, dh, dc))
         by_rule = rule.backward(t, acting)
+        of_head.addmm_(trace.hidden[t + 1], trace.slopes[t].T)
         cell.backward(t, torch.addmm(h, head, trace.slopes[t], out=dh), dc.copy_(c), rows)
         for to, more in ((dh, h_passing), (dc, c_passing), (a, by_rule), *((a, row) for row in rows[: len(of_theta)])):
             if more is not None:
                 to += more
 
     first, second, second_bias = cell.gradient()
-    of_head = torch.bmm(trace.slopes, trace.hidden[1:].transpose(1, 2)).sum(0)
-    return Folded(first, second, second_bias, of_head, trace.slopes.sum((0, 2))), rule.gradient()
+    return Folded(first, second, second_bias, of_head.T, torch.stack(trace.slopes).sum((0, 2))), rule.gradient()
 
 
 def _trace(optimiser: Coordinatewise, window: Window, space: Workspace) -> tuple[Trace, list[int]]:
@@ -122,21 +124,18 @@ def _trace(optimiser: Coordinatewise, window: Window, space: Workspace) -> tuple
     T, P, M, F = len(window.grads), like.numel(), optimiser.cell.hidden_size, optimiser.embedding.in_features
     rows = space.take("rows", T + 1, F + M + 1, P, like=like)
     rows[:, F + M] = 1
-    hidden, c = rows[:, F : F + M], space.take("c", T + 1, M, P, like=like)
-    params = space.take("params", T + 1, P, like=like)
+    hidden = rows[:, F : F + M].unbind()
+    params = space.take("params", T + 1, P, like=like).unbind()
     outputs, slopes = (
-        space.take(name, T, optimiser.rule.outputs, P, like=like) for name in ("outputs", "outputs' adjoint")
+        space.take(name, T, optimiser.rule.outputs, P, like=like).unbind() for name in ("outputs", "outputs' adjoint")
     )
-    for to, value in (
-        (hidden[0], window.state.coordinates["cell.h"]),
-        (c[0], window.state.coordinates["cell.c"]),
-        (params[0], like),
-    ):
-        to.view(value.shape).copy_(value)
+    h = window.state.coordinates["cell.h"]
+    hidden[0].view(h.shape).copy_(h)
+    params[0].view(like.shape).copy_(like)
 
     finite = window.grads.square().isfinite()
-    clean = finite.view(T, -1).all(1).tolist()
-    masks = [None if whole else mask for whole, mask in zip(clean, finite.view(T, P), strict=True)]
+    clean = finite.reshape(T, -1).all(1).tolist()
+    masks = [None if whole else mask for whole, mask in zip(clean, finite.reshape(T, P), strict=True)]
     grads = window.grads if all(clean) else window.grads.where(finite, 0.0)
     features, of_theta, at = {}, [], 0
     for name, item in inputs.items():
@@ -146,7 +145,9 @@ def _trace(optimiser: Coordinatewise, window: Window, space: Workspace) -> tuple
         else:
             _look(name, item, grads, finite, window, features[name])
         at += item.size
-    return Trace(rows, hidden, c, features, params, grads.reshape(T, P), masks, outputs, slopes), of_theta
+    return Trace(
+        rows.unbind(), hidden, features, params, grads.reshape(T, P).unbind(), masks, outputs, slopes
+    ), of_theta
 
 
 def _look(name: str, item: Input, grads: Tensor, finite: Tensor, window: Window, out: Tensor) -> None:
@@ -160,7 +161,7 @@ def _look(name: str, item: Input, grads: Tensor, finite: Tensor, window: Window,
     memory = {key: window.state.coordinates[f"{name}.{key}"] for key in item.memory}
     for t, step in enumerate(steps):
         features, after = item(Sight(grads[t], window.params, step, window.losses[t]), memory)
-        out[t].copy_(features.view(out[t].shape))
+        out[t].copy_(features.reshape(out[t].shape))
         memory = {key: value.where(finite[t], memory[key]) for key, value in after.items()}
 
 

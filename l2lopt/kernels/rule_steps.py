@@ -41,27 +41,31 @@ class RuleSteps(ABC):
 class AdditiveSteps(RuleSteps):
     """u = s·o."""
 
+    rule: Additive
+
     def forward(self, t: int) -> Tensor:
         """s·o."""
-        return self.rule.step_size * self.trace.outputs[t, 0]
+        return self.trace.outputs[t][0] * self.rule.step_size
 
     def backward(self, t: int, a: Tensor) -> Tensor | None:
         """s·a."""
-        torch.mul(a, self.rule.step_size, out=self.trace.slopes[t, 0])
+        torch.mul(a, self.rule.step_size, out=self.trace.slopes[t][0])
         return None
 
 
 class BoundedSteps(RuleSteps):
     """u = s·tanh o; tanh o takes the place of o."""
 
+    rule: Bounded
+
     def forward(self, t: int) -> Tensor:
         """s·tanh o."""
-        return self.rule.step_size * self.trace.outputs[t, 0].tanh_()
+        return self.trace.outputs[t][0].tanh_() * self.rule.step_size
 
     def backward(self, t: int, a: Tensor) -> Tensor | None:
         """s·a·(1 − tanh² o)."""
         torch.ops.aten.tanh_backward.grad_input(
-            self.rule.step_size * a, self.trace.outputs[t, 0], grad_input=self.trace.slopes[t, 0]
+            a * self.rule.step_size, self.trace.outputs[t][0], grad_input=self.trace.slopes[t][0]
         )
         return None
 
@@ -72,8 +76,8 @@ class DirectionAndMagnitudeSteps(RuleSteps):
     def __init__(self, rule: DirectionAndMagnitude, phi: Params, trace: Trace, window: Window) -> None:
         super().__init__(rule, phi, trace, window)
         measured = torch.stack([shared["statistic"] for shared in window.shared])
-        self.statistic = spread(measured, window.state.layout).reshape(trace.grads.shape)
-        steps = torch.stack([shared["step"] for shared in window.shared]).to(trace.grads.dtype)
+        self.statistic = spread(measured, window.state.layout).reshape(len(trace.grads), -1)
+        steps = torch.stack([shared["step"] for shared in window.shared]).to(window.params.dtype)
         scale = rule.step_size * torch.exp(10 * phi["log_scale"])
         self.scales: list[float] = (scale / (1 + (steps - 1) / rule.horizon)).tolist()
         self.log_scale = torch.zeros_like(phi["log_scale"])
@@ -109,15 +113,15 @@ class GatedSteps(RuleSteps):
 
     def __init__(self, rule: Gated, phi: Params, trace: Trace, window: Window) -> None:
         super().__init__(rule, phi, trace, window)
-        steps, _, count = trace.outputs.shape
-        self.memory = trace.outputs.new_empty(steps + 1, 2, count)
+        steps, count = len(trace.outputs), window.params.numel()
+        self.memory = window.params.new_empty(steps + 1, 2, count)
         for k, name in enumerate(rule.memory):
             self.memory[0, k].view(window.params.shape).copy_(window.state.coordinates[f"rule.{name}"])
-        self.adjoint = trace.outputs.new_zeros(2, count)
+        self.adjoint = window.params.new_zeros(2, count)
         self.bias, self.weight_params, self.weight_gates = (
             phi[name][:, None] for name in ("bias", "weight_params", "weight_gates")
         )
-        self.kept = trace.outputs.new_empty(steps, count)
+        self.kept = window.params.new_empty(steps, count)
 
     def forward(self, t: int) -> Tensor:
         """−(1 − f)∘θ − i∘g, 1 − f as σ of the negative: f is near 1."""
@@ -142,10 +146,10 @@ class GatedSteps(RuleSteps):
 
     def gradient(self) -> Params:
         """Sums over steps and coordinates."""
-        slopes, theta = self.trace.slopes, self.trace.params[:-1, None]
+        slopes, theta = torch.stack(self.trace.slopes), torch.stack(self.trace.params[:-1])
         return {
             "bias": slopes.sum((0, 2)),
-            "weight_params": (slopes * theta).sum((0, 2)),
+            "weight_params": (slopes * theta[:, None]).sum((0, 2)),
             "weight_gates": (slopes * self.memory[:-1]).sum((0, 2)),
         }
 

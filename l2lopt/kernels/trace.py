@@ -9,29 +9,29 @@ from l2lopt.types import Params
 
 
 class Trace(NamedTuple):
-    """T steps of P coordinates, the batch axes among them; step t goes from index t to index t + 1.
+    """T steps of P coordinates, the batch axes among them. Step t goes from index t to index t + 1.
+
+    Everything is cut into steps once: to take a part of a tensor costs as much as a small operation on it.
 
     Attributes:
-        rows: what the first product of each step takes, [T + 1, F + M + 1, P]: features, h and 1; the last has h only.
-        hidden: h, the part [T + 1, M, P] of `rows`.
-        c: the cell's memory, [T + 1, M, P].
+        rows: what the first product of each step takes, [F + M + 1, P]: features, h and 1; one more at the end for h.
+        hidden: h, the part [M, P] of each of `rows`.
         features: each input's by its name, parts [T, size, P] of `rows`.
-        params: θ, [T + 1, P].
-        grads: [T, P], 0 where they are not finite.
+        params: θ [P], T + 1 of them.
+        grads: [P] each, 0 where they are not finite.
         finite: [P] for each step in which some coordinates are skipped, None for the others.
-        outputs: the network's, [T, outputs, P].
-        slopes: the adjoint of `outputs`, 0 where a coordinate was skipped.
+        outputs: the network's, [outputs, P] each.
+        slopes: the adjoints of `outputs`, 0 where a coordinate is skipped.
     """
 
-    rows: Tensor
-    hidden: Tensor
-    c: Tensor
+    rows: tuple[Tensor, ...]
+    hidden: tuple[Tensor, ...]
     features: Params
-    params: Tensor
-    grads: Tensor
+    params: tuple[Tensor, ...]
+    grads: tuple[Tensor, ...]
     finite: list[Tensor | None]
-    outputs: Tensor
-    slopes: Tensor
+    outputs: tuple[Tensor, ...]
+    slopes: tuple[Tensor, ...]
 
     def keep(self, t: int, before: Tensor, after: Tensor) -> None:
         """Gives the coordinates that step t skips their values from `before` [..., P], in `after`."""

@@ -1,6 +1,6 @@
 """The replay by hand against autograd, in ns per coordinate and step: medians of runs taken in turn.
 
-    OMP_NUM_THREADS=1 PYTHONPATH=.:tests python tests/benchmarks/bench_replay.py
+OMP_NUM_THREADS=1 PYTHONPATH=.:tests python tests/benchmarks/bench_replay.py
 """
 
 import argparse
