@@ -186,7 +186,7 @@ class IHCLSTMSteps(CellSteps):
         return self.now
 
     def candidate(self, gates: Gates, out: Tensor) -> None:
-        """i."""
+        """I."""
         out.copy_(gates.i)
 
     def products(self, t: int) -> Tensor:

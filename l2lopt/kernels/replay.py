@@ -89,7 +89,7 @@ def _replay(
     cell = steps(folded, trace, window.state.coordinates["cell.c"], below, space)
     of_rule = {name.removeprefix("rule."): value.detach() for name, value in phi.items() if name.startswith("rule.")}
     rule = RULE_STEPS[type(optimiser.rule)](optimiser.rule, of_rule, trace, window)
-    T, sources = len(trace.grads), window.sources.reshape(len(window.grads), -1).unbind()
+    T, sources = len(trace.grads), window.sources.reshape(len(window.grads), P).unbind()
 
     head, head_bias = folded.head.T.contiguous(), folded.head_bias[:, None]
     for t in range(T):
@@ -134,7 +134,7 @@ def _trace(optimiser: Coordinatewise, window: Window, space: Workspace) -> tuple
     params[0].view(like.shape).copy_(like)
 
     finite = window.grads.square().isfinite()
-    clean = finite.reshape(T, -1).all(1).tolist()
+    clean = finite.reshape(T, P).all(1).tolist()
     masks = [None if whole else mask for whole, mask in zip(clean, finite.reshape(T, P), strict=True)]
     grads = window.grads if all(clean) else window.grads.where(finite, 0.0)
     features, of_theta, at = {}, [], 0

@@ -76,7 +76,7 @@ class DirectionAndMagnitudeSteps(RuleSteps):
     def __init__(self, rule: DirectionAndMagnitude, phi: Params, trace: Trace, window: Window) -> None:
         super().__init__(rule, phi, trace, window)
         measured = torch.stack([shared["statistic"] for shared in window.shared])
-        self.statistic = spread(measured, window.state.layout).reshape(len(trace.grads), -1)
+        self.statistic = spread(measured, window.state.layout).reshape(len(trace.grads), window.params.numel())
         steps = torch.stack([shared["step"] for shared in window.shared]).to(window.params.dtype)
         scale = rule.step_size * torch.exp(10 * phi["log_scale"])
         self.scales: list[float] = (scale / (1 + (steps - 1) / rule.horizon)).tolist()
