@@ -91,7 +91,7 @@ class CellSteps(ABC):
         trace, gates, slopes = self.trace, self.gates(t), self.kept[t]
         i, f, o, a = gates
         torch.mul(f, self.c, out=self.c_after).addcmul_(i, a)
-        tanh_c = tanh_of_half_(torch.mul(self.c_after, 2, out=self.tanh_c))
+        tanh_c = tanh_of_half_(torch.add(self.c_after, self.c_after, out=self.tanh_c))
         torch.mul(o, tanh_c, out=trace.hidden[t + 1])
         sigmoid_backward(a, i, grad_input=slopes.i)
         sigmoid_backward(self.c, f, grad_input=slopes.f)
@@ -207,6 +207,7 @@ class IHCLSTMSteps(CellSteps):
 def tanh_of_half_(x: Tensor) -> Tensor:
     """tanh(x / 2) = 2 σ(x) − 1 in place, to an absolute error of about one rounding of 1.
 
-    PyTorch's own tanh is MKL's, which off Intel's processors costs 2.5 ns an element, six times σ.
+    PyTorch's own tanh is MKL's, which off Intel's processors costs 2.5 ns an element, six times σ. Near 0 digits are
+    lost: float32 meta-gradients err by 3e-7, twice autograd's error, and by 2e-6 with a cell of tiny weights.
     """
     return torch.add(MINUS, x.sigmoid_(), alpha=2, out=x)

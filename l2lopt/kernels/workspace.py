@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Workspace(threading.local):
-    """Tensors by name, a set for each thread; it grows to the largest asked for and never shrinks.
+    """Tensors by name, a set for each thread; it grows to the largest asked for and goes with the thread.
 
     What `take` returns holds whatever was left there, and lives until the same thread takes the same name again.
     """

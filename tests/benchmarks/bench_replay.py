@@ -4,6 +4,8 @@ OMP_NUM_THREADS=1 PYTHONPATH=.:tests python tests/benchmarks/bench_replay.py
 """
 
 import argparse
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from statistics import median
 from time import perf_counter
 
@@ -71,6 +73,7 @@ def main():
     parser.add_argument("--inputs", choices=INPUTS, nargs="+", default=["log-and-sign"])
     parser.add_argument("--hidden", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=1, help="Python threads, a block each")
     parser.add_argument("--tensors", action="store_true", help="also autograd through nn.LSTMCell on all coordinates")
     options = parser.parse_args()
 
@@ -88,7 +91,7 @@ def main():
     for name, value in wanted.items():
         error = (actual[name] - value).abs().max().item() / max(value.abs().max().item(), 1e-30)
         assert error < 1e-4, (name, error)
-    print(f"{options.cell}, {options.rule}, {', '.join(inputs)}; {torch.get_num_threads()} threads")
+    print(f"{options.cell}, {options.rule}, {', '.join(inputs)}; {options.workers} × {torch.get_num_threads()} threads")
 
     def timed(function):
         start = perf_counter()
@@ -98,18 +101,16 @@ def main():
     ways = {}
     for block in options.blocks:
         parts = list(blocks(window, block))
-        ways[f"by hand, blocks of {block}"] = lambda parts=parts: summed(
-            replay(optimiser, phi, part, space) for part in parts
-        )
-        ways[f"autograd, blocks of {block}"] = lambda parts=parts: summed(
-            replayed(optimiser, phi, part) for part in parts
-        )
+        for way, function in (("by hand", partial(replay, space=space)), ("autograd", replayed)):
+            one = partial(function, optimiser, phi)
+            ways[f"{way}, blocks of {block}"] = lambda one=one, parts=parts: summed(pool.map(one, parts))
     if options.tensors:
         ways["autograd through nn.LSTMCell"] = lambda: lstm_cell(2, size, window)
     times = {name: [] for name in ways}
-    for _ in range(options.repeats):
-        for name, way in ways.items():
-            times[name].append(timed(way))
+    with ThreadPoolExecutor(options.workers) as pool:
+        for _ in range(options.repeats):
+            for name, way in ways.items():
+                times[name].append(timed(way))
     for name, values in times.items():
         print(f"{name:32} {median(values):8.0f} ns per coordinate and step")
 

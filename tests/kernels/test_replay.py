@@ -189,6 +189,9 @@ class OwnRule(rules.Additive):
     """Somebody's own."""
 
 
+OF_THETA, NOMINAL = {"rnnprop": inputs.Parameter()}, "direction-and-magnitude"
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
@@ -199,8 +202,9 @@ class OwnRule(rules.Additive):
             "OwnInput",
         ),
         (lambda: optimisers.Coordinatewise({"g": inputs.LogAndSign()}, cells.make("lstm", 3, 3), OwnRule()), "OwnRule"),
+        (lambda: optimisers.Coordinatewise(OF_THETA, cells.make("lstm", 3, 3), RULES[NOMINAL]()), "θ itself"),
     ],
-    ids=["sgd", "gru", "input", "rule"],
+    ids=["sgd", "gru", "input", "rule", "nominal"],
 )
 def test_a_refusal_says_why(make, reason):
     assert reason in refusal_to_replay(make())
