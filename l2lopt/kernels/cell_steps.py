@@ -114,7 +114,7 @@ class CellSteps(ABC):
         dc.mul_(slopes.c)
         rows = self.products(t)
         self.first.addmm_(self.trace.rows[t], rows.T)
-        torch.mm(self.back, rows, out=below)
+        torch.mm(self.back, rows[: self.back.shape[1]], out=below)
 
 
 class LSTMSteps(CellSteps):
@@ -160,6 +160,8 @@ class IHCLSTMSteps(CellSteps):
         self.second = torch.cat([folded.second, self.second_bias[:, None]], dim=1)
         self.second_back = folded.second.T.contiguous()
         self.of_second = self.second.new_zeros(N + 1, 3 * M)
+        if len(below) == M:  # x and a do not depend on h
+            self.back = self.back[:, : 2 * N].contiguous()
         parts = (N, N, N, M)
         self.rows, self.adjoint = self.take("highway", 3 * N + M), self.take("highway's adjoint", 3 * N + M)
         self.g, self.back_h, self.x, a = self.rows.split(parts)

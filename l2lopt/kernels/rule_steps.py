@@ -121,28 +121,28 @@ class GatedSteps(RuleSteps):
         self.bias, self.weight_params, self.weight_gates = (
             phi[name][:, None] for name in ("bias", "weight_params", "weight_gates")
         )
-        self.kept = window.params.new_empty(steps, count)
+        self.forgotten = window.params.new_empty(steps, count)
 
     def forward(self, t: int) -> Tensor:
         """−(1 − f)∘θ − i∘g, 1 − f as σ of the negative: f is near 1."""
         theta, before, after = self.trace.params[t], self.memory[t], self.memory[t + 1]
         gates = self.trace.outputs[t]
         gates.add_(self.bias).addcmul_(self.weight_params, theta).addcmul_(self.weight_gates, before)
-        torch.sigmoid(-gates[0], out=self.kept[t])
+        torch.sigmoid(-gates[0], out=self.forgotten[t])
         after.copy_(gates.sigmoid_())
         self.trace.keep(t, before, after)
-        return -self.kept[t] * theta - gates[1] * self.trace.grads[t]
+        return -self.forgotten[t] * theta - gates[1] * self.trace.grads[t]
 
     def backward(self, t: int, a: Tensor) -> Tensor | None:
         """f(1 − f)(aθ + f̄) for o₀, i(1 − i)(ī − a g) for o₁, the gates' adjoints f̄, ī from the step after."""
         acting, passing = self.trace.part(t, self.adjoint)
-        gates, slopes, kept = self.trace.outputs[t], self.trace.slopes[t], self.kept[t]
-        torch.addcmul(acting[0], a, self.trace.params[t], out=slopes[0]).mul_(gates[0]).mul_(kept)
+        gates, slopes, forgotten = self.trace.outputs[t], self.trace.slopes[t], self.forgotten[t]
+        torch.addcmul(acting[0], a, self.trace.params[t], out=slopes[0]).mul_(gates[0]).mul_(forgotten)
         torch.addcmul(acting[1], a, self.trace.grads[t], value=-1, out=slopes[1]).mul_(gates[1]).mul_(1 - gates[1])
         self.adjoint = self.weight_gates * slopes
         if passing is not None:
             self.adjoint += passing
-        return (self.weight_params * slopes).sum(0) - a * kept
+        return (self.weight_params * slopes).sum(0) - a * forgotten
 
     def gradient(self) -> Params:
         """Sums over steps and coordinates."""
