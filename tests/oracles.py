@@ -348,3 +348,17 @@ def meta_loss(phi, problem, order, objective):
 def meta_gradient(problem, order, objective="loss"):
     """(dL/dφ, L)."""
     return torch.func.grad_and_value(meta_loss)(problem.phi, problem, order, objective)
+
+
+def replayed(optimiser, phi, window):
+    """A block's part of the first-order meta-gradient, by autograd through the optimiser's own steps."""
+    leaves = {name: value.detach().requires_grad_() for name, value in phi.items()}
+    state, theta, total = window.state, window.params, torch.zeros(())
+    for t in range(len(window.grads)):
+        update, state = optimiser.update_with(leaves, window.grads[t], state, theta, window.losses[t], window.shared[t])
+        theta = theta + update
+        total = total + (window.sources[t] * theta).sum()
+    if not total.requires_grad:
+        return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+    gradient = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    return dict(zip(leaves, gradient, strict=True))

@@ -1,0 +1,218 @@
+"""Backpropagation through a window by hand, against autograd through the reference's own steps."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import laws
+import pytest
+import torch
+from implementations import FOLDED, INPUTS, RULES, normal, seeded
+from oracles import replayed
+from torch import nn
+
+from l2lopt import cells, optimisers
+from l2lopt.errors import UserError
+from l2lopt.kernels.replay import refusal_to_replay, replay
+from l2lopt.kernels.workspace import Workspace
+from l2lopt.optimisers import inputs, rules
+from l2lopt.types import Layout, OptimiserState, Window
+
+BAD = float("nan"), float("inf"), -float("inf"), 1e200
+
+
+def learned(cell="lstm", rule="additive", names=("log-and-sign",), sizes=(3, 3)):
+    """A small learned optimiser, its parameters random and its steps large enough to matter."""
+    made = RULES[rule]()
+    names = dict.fromkeys([*names, *made.needs])
+    choice = {"name": FOLDED[cell]} if isinstance(FOLDED[cell], str) else FOLDED[cell]
+    network = cells.make(**choice, input_size=sizes[0], hidden_size=sizes[1])
+    optimiser = seeded(optimisers.Coordinatewise({name: INPUTS[name]() for name in names}, network, made))
+    if hasattr(made, "log_scale"):
+        nn.init.constant_(made.log_scale, 0.15)
+    return optimiser
+
+
+def window(optimiser, length=5, batch=(), size=7, bad=True, dtype=torch.float64):
+    """A window of a part of two tensors of three, after two steps, with gradients that are not finite."""
+    layout = Layout(("a", "b", "c"), ((size,), (4,), (3,)))
+    part = Layout(layout.names, ((size - 2 if size > 2 else size,), (min(2, max(size - 2, 0)),), (0,)))
+    kept = torch.tensor([*range(part.sizes[0]), *range(size, size + part.sizes[1])], dtype=torch.int64)
+    optimiser.to(dtype)
+    params, total = normal(*batch, layout.size, seed=1).to(dtype), length + 2
+    grads = normal(total, *batch, layout.size, seed=2) * torch.logspace(-8, 1, layout.size)
+    if bad:
+        for t, value in zip((2, 3, 5, 6), BAD, strict=True):
+            grads[t : t + 1, ..., t % 3 :: 3] = value
+    grads = grads.to(dtype)
+    losses, sources = normal(total, *batch, seed=3).exp().to(dtype), normal(length, *batch, len(kept), seed=4).to(dtype)
+    trail = [(optimiser.init(layout, batch, like=params), params)]
+    with torch.no_grad():
+        for g, loss in zip(grads, losses, strict=True):
+            state, params = trail[-1]
+            update, state = optimiser.update(g, state, params, loss)
+            trail.append((state, params + update))
+    state, params = trail[2]
+    coordinates = {name: value[..., kept] for name, value in state.coordinates.items()}
+    state = OptimiserState(part, coordinates, state.shared)
+    return Window(state, params[..., kept], grads[2:, ..., kept], sources, losses[2:], [s.shared for s, _ in trail[3:]])
+
+
+def assert_is_autograds(optimiser, window, tolerance=1e-10):
+    phi = optimiser.phi()
+    laws.assert_close(replay(optimiser, phi, window), replayed(optimiser, phi, window), tolerance)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("cell", FOLDED)
+def test_equals_autograd_for_every_cell_and_rule(cell, rule):
+    optimiser = learned(cell, rule, INPUTS)
+    for length in (1, 2, 5):
+        assert_is_autograds(optimiser, window(optimiser, length, (2,)))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", INPUTS)
+def test_equals_autograd_for_every_input_and_rule(name, rule):
+    optimiser = learned("lstm", rule, [name])
+    assert_is_autograds(optimiser, window(optimiser))
+
+
+@pytest.mark.parametrize("rule", ["gated", "direction-and-magnitude"])
+@pytest.mark.parametrize("batch", [(), (2,), (2, 3)], ids=str)
+@pytest.mark.parametrize("size", [0, 1, 7, 31])
+def test_equals_autograd_for_every_shape(size, batch, rule):
+    optimiser = learned("lstm", rule, ["parameter", "loss", "momenta"])
+    assert_is_autograds(optimiser, window(optimiser, 2, batch, size))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("cell", FOLDED)
+def test_equals_autograd_in_float32(cell, rule):
+    optimiser = learned(cell, rule, INPUTS)
+    assert_is_autograds(optimiser, window(optimiser, 5, (2,), 31, dtype=torch.float32), 1e-5)
+
+
+@pytest.mark.parametrize("cell", FOLDED)
+@pytest.mark.parametrize("sizes", [(2, 4), (4, 2)], ids=str)
+def test_equals_autograd_for_other_input_than_hidden_sizes(sizes, cell):
+    optimiser = learned(cell, sizes=sizes)
+    assert_is_autograds(optimiser, window(optimiser))
+
+
+def test_equals_autograd_without_weight_decay():
+    optimiser = learned(rule="direction-and-magnitude")
+    optimiser.rule.weight_decay = 0.0
+    assert_is_autograds(optimiser, window(optimiser))
+
+
+def test_equals_autograd_on_parts_of_larger_tensors():
+    """A block's tensors are slices, whose rows do not follow one another."""
+    optimiser = learned("lstm", "gated", INPUTS)
+    whole = window(optimiser, 3, (2,), 9, bad=False)
+    low, high = 2, 6
+    state = whole.state._replace(
+        layout=Layout(whole.state.layout.names, ((4,), (0,), (0,))),
+        coordinates={name: value[..., low:high] for name, value in whole.state.coordinates.items()},
+    )
+    tensors = {name: getattr(whole, name)[..., low:high] for name in ("params", "grads", "sources")}
+    assert_is_autograds(optimiser, whole._replace(state=state, **tensors))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_finite_differences_agree(rule):
+    """Along a random direction of φ, gradients and statistics held constant."""
+    optimiser = learned("ihc-lstm", rule, ["log-and-sign", "parameter"])
+    block, phi, h = window(optimiser, 4), optimiser.phi(), 1e-5
+    gradient = replay(optimiser, phi, block)
+    along = {name: normal(*value.shape, seed=5) for name, value in phi.items()}
+
+    @torch.no_grad()
+    def value(step):
+        moved = {name: value + step * along[name] for name, value in phi.items()}
+        state, theta, total = block.state, block.params, 0.0
+        for grads, sources, loss, shared in zip(block.grads, block.sources, block.losses, block.shared, strict=True):
+            update, state = optimiser.update_with(moved, grads, state, theta, loss, shared)
+            theta = theta + update
+            total += (sources * theta).sum().item()
+        return total
+
+    slope = sum((gradient[name] * along[name]).sum().item() for name in along)
+    assert (value(h) - value(-h)) / (2 * h) == pytest.approx(slope, rel=1e-6)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_no_steps_give_zeros(rule):
+    optimiser = learned(rule=rule)
+    zeros = {name: torch.zeros_like(value) for name, value in optimiser.phi().items()}
+    laws.assert_same(replay(optimiser, optimiser.phi(), window(optimiser, 0)), zeros)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_block_that_is_skipped_throughout_gives_zeros(rule):
+    optimiser = learned(rule=rule)
+    block = window(optimiser)
+    gradient = replay(optimiser, optimiser.phi(), block._replace(grads=torch.full_like(block.grads, float("nan"))))
+    laws.assert_same(gradient, {name: torch.zeros_like(value) for name, value in optimiser.phi().items()})
+
+
+@pytest.mark.parametrize("cell", FOLDED)
+@pytest.mark.parametrize("rule", RULES)
+def test_changes_nothing_and_what_was_in_its_memory_does_not_matter(rule, cell):
+    """The same bits from fresh memory, from poisoned memory of a larger block, and after other blocks."""
+    optimiser, space = learned(cell, rule, INPUTS), Workspace()
+    phi, small, large = optimiser.phi(), window(optimiser), window(optimiser, 6, (2,), 9)
+    before = laws.clone((phi, small))
+    first = replay(optimiser, phi, small)
+    replay(optimiser, phi, large, space)
+    for flat in space._flat.values():
+        flat.fill_(float("nan"))
+    kept = {name: flat.data_ptr() for name, flat in space._flat.items()}
+    laws.assert_same(replay(optimiser, phi, small, space), first)
+    laws.assert_same(replay(optimiser, phi, small, space), first)
+    assert {name: flat.data_ptr() for name, flat in space._flat.items()} == kept
+    laws.assert_same((phi, small), before)
+    assert not any(value.requires_grad for value in first.values())
+
+
+def test_threads_may_share_a_workspace():
+    optimiser, space = learned("ihc-lstm", "gated", INPUTS), Workspace()
+    blocks = [window(optimiser, 5, (2,), size) for size in (7, 31, 9, 7)] * 4
+    wanted = [replay(optimiser, optimiser.phi(), block) for block in blocks]
+    with ThreadPoolExecutor(4) as pool:
+        laws.assert_same(list(pool.map(lambda block: replay(optimiser, optimiser.phi(), block, space), blocks)), wanted)
+
+
+class OwnInput(inputs.LogAndSign):
+    """Somebody's own."""
+
+
+class OwnRule(rules.Additive):
+    """Somebody's own."""
+
+
+OF_THETA, NOMINAL = {"rnnprop": inputs.Parameter()}, "direction-and-magnitude"
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: optimisers.SGD(0.1), "SGD"),
+        (lambda: optimisers.coordinatewise(cell="gru"), "GRU"),
+        (
+            lambda: optimisers.Coordinatewise({"own": OwnInput()}, cells.make("lstm", 3, 3), rules.Additive()),
+            "OwnInput",
+        ),
+        (lambda: optimisers.Coordinatewise({"g": inputs.LogAndSign()}, cells.make("lstm", 3, 3), OwnRule()), "OwnRule"),
+        (lambda: optimisers.Coordinatewise(OF_THETA, cells.make("lstm", 3, 3), RULES[NOMINAL]()), "θ itself"),
+    ],
+    ids=["sgd", "gru", "input", "rule", "nominal"],
+)
+def test_a_refusal_says_why(make, reason):
+    assert reason in refusal_to_replay(make())
+    with pytest.raises(UserError, match=reason):
+        replay(make(), {}, window(learned()))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("cell", FOLDED)
+def test_what_can_be_folded_is_accepted_with_every_input_and_rule(cell, rule):
+    assert refusal_to_replay(learned(cell, rule, optimisers.INPUTS)) is None
