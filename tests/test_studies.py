@@ -181,8 +181,9 @@ def test_a_mistake_can_come_from_another_process():
     assert (str(again), again.where, again.remedy) == (str(mistake), "here", "mend it")
 
 
-def test_the_study_of_the_readme_is_sound():
+@pytest.mark.parametrize("name", ["digits-mlp", "digits-convnet"])
+def test_the_studies_of_the_readme_are_sound(name):
     """Its configs load and fit together."""
-    place = studies._Place(str(ROOT / "configs/studies/digits.toml"), "nowhere", ())
+    place = studies._Place(str(ROOT / f"configs/studies/{name}.toml"), "nowhere", ())
     pieces = list(studies._pieces(studies.load(place.source), place))
-    assert len(pieces) == 2 * 4 * 3 + 2 * 4
+    assert len(pieces) == 4 * 3 + 4
