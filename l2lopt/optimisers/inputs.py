@@ -119,6 +119,9 @@ class Parameter(Input):
 
     size = 1
 
+    def __init__(self) -> None:
+        super().__init__()  # a signature without options: nn.Module's takes any
+
     def forward(self, sight: Sight, memory: Params) -> tuple[Tensor, Params]:
         """θ."""
         return sight.params.unsqueeze(0), memory

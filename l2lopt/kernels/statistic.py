@@ -1,0 +1,49 @@
+"""The root mean square of each tensor's directions, measured and divided by block by block."""
+
+from collections.abc import Iterable
+from math import prod
+
+import torch
+from torch import Size, Tensor
+
+from l2lopt.kernels.block import Segments
+from l2lopt.types import Layout
+
+EPS = 1e-12
+"""The least root mean square, as in `rules.root_mean_square`."""
+
+
+class RootMeanSquare:
+    """Per row and tensor, over a flat vector of all rows' coordinates.
+
+    Args:
+        layout: of a row.
+        batch: the rows' axes.
+    """
+
+    def __init__(self, layout: Layout, batch: Size) -> None:
+        self._layout, self._batch = layout, batch
+        self._segments = Segments(layout.sizes * prod(batch))
+
+    def squares(self, start: int, directions: Tensor) -> list[tuple[int, float]]:
+        """The sums of squares of a block's directions [B], each with the number of its segment."""
+        return [(index, float(torch.dot(part, part))) for index, part in self._parts(start, directions)]
+
+    def total(self, squares: Iterable[tuple[int, float]], like: Tensor) -> Tensor:
+        """The root mean squares [*batch, tensors], the blocks' sums added in double precision and in their order."""
+        sums = [0.0] * len(self._segments.ends)
+        for index, value in squares:
+            sums[index] += value
+        sizes = torch.tensor(self._layout.sizes, dtype=torch.float64).clamp(min=1)
+        means = torch.tensor(sums, dtype=torch.float64).view(*self._batch, len(sizes)) / sizes
+        return (means + EPS**2).sqrt().to(like.dtype)
+
+    def divide(self, start: int, directions: Tensor, factors: list[float]) -> None:
+        """S·d / RMS in the place of d, `factors` the S / RMS per segment."""
+        for index, part in self._parts(start, directions):
+            part.mul_(factors[index])
+
+    def _parts(self, start: int, directions: Tensor) -> list[tuple[int, Tensor]]:
+        within = list(self._segments.within(start, directions.shape[0]))
+        parts = directions.split_with_sizes([size for _, size in within])
+        return [(index, part) for (index, _), part in zip(within, parts, strict=True)]
