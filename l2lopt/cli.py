@@ -126,7 +126,7 @@ def plot(runs: Runs) -> None:
 
 @app.command()
 def reproduce(
-    study: Annotated[Path, typer.Argument(metavar="STUDY", help="A TOML file, such as configs/studies/digits-mlp.toml.")],
+    study: Annotated[Path, typer.Argument(metavar="STUDY", help="A TOML file, as in configs/studies/.")],
     run: Run = None,
     changes: Set = None,
     device: Device = None,

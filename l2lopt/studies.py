@@ -80,7 +80,9 @@ def load(source: str | Path) -> Study:
     Raises:
         UserError: for a missing file, one that is not TOML, or a mistake in it.
     """
-    path = existing(Path(source), "a study's file", "give the path of a TOML file, such as configs/studies/digits-mlp.toml")
+    path = existing(
+        Path(source), "a study's file", "give the path of a TOML file, such as configs/studies/digits-mlp.toml"
+    )
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
         return Study.model_validate(data)

@@ -177,12 +177,12 @@ class BlockUpdate:
     Attributes:
         update: the update itself; calling this object calls it.
         advance: the same without a tape; it may overwrite the state it is given and its own last result.
-        replay: backpropagation through a window of a block.
+        replay: backpropagation through a window of a block, from several threads at once; None leaves it to autograd.
     """
 
     update: Update
     advance: Update
-    replay: Replay
+    replay: Replay | None = None
 
     def __call__(
         self,

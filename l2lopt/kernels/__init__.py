@@ -1,10 +1,14 @@
 """Fast twins of the learned optimisers: the same numbers, sharing φ with a reference that never knows them."""
 
 import logging
+from functools import partial
 
 from l2lopt.errors import UserError, did_you_mean
 from l2lopt.kernels.cpu import CPU, refusal
+from l2lopt.kernels.replay import refusal_to_replay, replay
+from l2lopt.kernels.workspace import Workspace
 from l2lopt.optimisers import Coordinatewise, Optimiser
+from l2lopt.types import BlockUpdate, Update
 
 BACKENDS = ("auto", "reference", "cpu")
 choices: set[tuple[str, str | None]] = set()
@@ -40,10 +44,28 @@ def fast(optimiser: Optimiser, backend: str = "auto") -> Optimiser:
     raise UserError("backend 'cpu'", expected=expected, found=reason, remedy=remedy)
 
 
+def block_update(optimiser: Optimiser, backend: str = "auto") -> Update:
+    """What an unroll is given of an optimiser: its update, with a fast step and a fast way back where there are any.
+
+    Args:
+        optimiser: the reference.
+        backend: as in `fast`; where only the step is fast, the way back is autograd's.
+
+    Raises:
+        UserError: see `fast`.
+    """
+    twin = fast(optimiser, backend)
+    if not isinstance(twin, CPU):
+        return twin.update_with
+    reference = twin.reference
+    back = partial(replay, reference, space=Workspace()) if refusal_to_replay(reference) is None else None
+    return BlockUpdate(reference.update_with, twin.advance_with, back)
+
+
 def _log(choice: str, reason: str | None) -> None:
     if (choice, reason) not in choices:
         choices.add((choice, reason))
         logging.getLogger("l2lopt").info("backend auto: %s%s", choice, "" if reason is None else f", as {reason}")
 
 
-__all__ = ["BACKENDS", "CPU", "choices", "fast", "refusal"]
+__all__ = ["BACKENDS", "CPU", "block_update", "choices", "fast", "refusal"]

@@ -15,10 +15,10 @@ from l2lopt.kernels.folding import Folded
 from l2lopt.kernels.network import Buffers
 from l2lopt.kernels.statistic import RootMeanSquare
 from l2lopt.kernels.step import Step
-from l2lopt.kernels.threads import one_each, share_out
 from l2lopt.kernels.updates import UPDATES
 from l2lopt.optimisers import Coordinatewise, Optimiser
 from l2lopt.optimisers.inputs import Sight
+from l2lopt.threads import one_each, share_out
 from l2lopt.types import Layout, OptimiserState, Params
 
 CONTIGUOUS = torch.contiguous_format

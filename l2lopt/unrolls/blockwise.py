@@ -1,17 +1,16 @@
 """Exact first-order meta-gradients in bounded memory: run without a tape, then go back block by block."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from itertools import islice
 from math import ceil
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from l2lopt.errors import UserError
+from l2lopt.threads import one_each, share_out
 from l2lopt.types import (
     BlockUpdate,
     Carry,
@@ -32,6 +31,8 @@ from l2lopt.unrolls.record import Record, Rows
 from l2lopt.unrolls.unroll import MetaGradient, Unroll, UnrollState
 
 Result = TypeVar("Result")
+FEW = 8
+"""Blocks that are summed up before their sum is kept."""
 
 
 class Blockwise(Unroll):
@@ -71,7 +72,7 @@ class Blockwise(Unroll):
         objective: Objective = "loss",
         share: float = 1.0,
         record: Literal["full", "bfloat16"] = "full",
-        block: int = 2048,
+        block: int = 4096,
         spill: str | None = None,
     ) -> None:
         for name, value in (("truncation", truncation), ("block", block)):
@@ -172,7 +173,11 @@ class Blockwise(Unroll):
             [after.shared] * several,
         )
         back, _ = _seconds(lambda: way.replay(phi, probe))
-        per_number = (forward + drawn * back / several) / max(theta.numel(), 1) / way.threads
+        per_number = (
+            (forward + drawn * back / several)
+            / max(theta.numel(), 1)
+            / (torch.get_num_threads() if way.threaded else 1)
+        )
         state = sum(value.numel() * value.element_size() for value in carry.state.coordinates.values())
         plan = Plan(
             window=window,
@@ -207,17 +212,21 @@ class Blockwise(Unroll):
 
     def _replayed(self, phi: Params, window: "_Open", way: "_Way") -> dict[str, Tensor]:
         """The window's meta-gradient in float64, block after block, summed in a fixed order."""
-        total = {name: torch.zeros_like(piece, dtype=torch.float64) for name, piece in phi.items()}
         size = window.record.state.layout.size
+        blocks = range(0, size, self.block)
 
-        def replay(low: int) -> Params:
-            return way.replay(phi, window.record.window(low, min(low + self.block, size), window.weights))
-
-        with _threads(way.threads) as each:
-            for pieces in each(replay, range(0, size, self.block)):
+        def replay(index: int) -> Params:
+            """The sum over a few blocks that follow one another, so that few sums are kept."""
+            total = {name: torch.zeros_like(piece, dtype=torch.float64) for name, piece in phi.items()}
+            for low in blocks[index * FEW : (index + 1) * FEW]:
+                pieces = way.replay(phi, window.record.window(low, min(low + self.block, size), window.weights))
                 for name, piece in pieces.items():
                     total[name] += piece
-        return total
+            return total
+
+        with one_each() as threads:
+            totals = share_out(replay, ceil(len(blocks) / FEW), threads if way.threaded else 1)
+        return {name: sum((each[name] for each in totals), torch.zeros_like(piece)) for name, piece in phi.items()}
 
 
 class _Open(NamedTuple):
@@ -233,13 +242,14 @@ class _Way(NamedTuple):
     advance: Update
     replay: Replay
     own: Callable[[OptimiserState], OptimiserState]
-    threads: int
+    threaded: bool
 
 
 def _way(update: Update) -> _Way:
-    if isinstance(update, BlockUpdate):
-        return _Way(update.advance, update.replay, _copy, torch.get_num_threads())
-    return _Way(update, taped_replay(update), lambda state: state, 1)
+    if not isinstance(update, BlockUpdate):
+        return _Way(update, taped_replay(update), lambda state: state, False)
+    back = update.replay or taped_replay(update.update)
+    return _Way(update.advance, back, _copy, update.replay is not None)
 
 
 def _copy(state: OptimiserState) -> OptimiserState:
@@ -295,17 +305,3 @@ def _seconds(function: Callable[[], Result]) -> tuple[float, Result]:
     start = time.perf_counter()
     result = function()
     return time.perf_counter() - start, result
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[Callable[..., Iterator[Any]]]:
-    """`map` over `count` Python threads with one torch thread each, results in order; plain `map` for one."""
-    before = torch.get_num_threads()
-    if count == 1:
-        yield map
-        return
-    try:
-        with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            yield pool.map
-    finally:
-        torch.set_num_threads(before)  # threads begun later take over what was set last, wherever it was

@@ -58,7 +58,7 @@ def measured(name, coordinates, steps, repeats, **options):
         seconds.append(time.perf_counter() - start)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     gradient = {key: value.flatten().tolist() for key, value in result.gradient.items()}
-    return {"seconds": seconds, "peak": peak * 1024, "gradient": gradient}
+    return {"seconds": seconds, "peak": peak * 1024, "total": (peak + before) * 1024, "gradient": gradient}
 
 
 def child(*arguments):

@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 
 from l2lopt import kernels, optimisers
 from l2lopt.kernels.block import WIDTH
-from l2lopt.kernels.threads import one_each, share_out
+from l2lopt.threads import one_each, share_out
 from l2lopt.types import Layout, cpu_threads
 
 CELLS = ("lstm", "ihc-lstm")

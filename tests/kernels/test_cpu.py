@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 from l2lopt import kernels, optimisers
 from l2lopt.errors import UserError
 from l2lopt.kernels.block import WIDTH
-from l2lopt.kernels.threads import one_each, share_out
 from l2lopt.optimisers import Coordinatewise, inputs, rules
+from l2lopt.threads import one_each, share_out
 from l2lopt.types import Layout, cpu_threads
 
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-12}
