@@ -1,5 +1,6 @@
 """The command line: `l2lopt demo | meta-train | evaluate | train | plot`. The only place that prints."""
 
+import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -190,7 +191,7 @@ def _progress() -> "Iterator[Report]":
     )
     bars: dict[str, TaskID] = {}
     tenths: dict[str, int] = {}
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress, _told():
 
         def report(stage: str, done: int, total: int, figures: Mapping[str, float]) -> None:
             shown = "  ".join(f"{name} {value:.4g}" for name, value in list(figures.items())[:3])
@@ -202,6 +203,25 @@ def _progress() -> "Iterator[Report]":
                 console.print(f"{stage}: {done}/{total}  {shown}", highlight=False, soft_wrap=True)
 
         yield report
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """What the library logs for its user, such as the backend it chose, as lines."""
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            console.print(record.getMessage(), markup=False, highlight=False, soft_wrap=True)
+
+    logger, lines = logging.getLogger("l2lopt"), Lines(logging.INFO)
+    before = logger.level
+    logger.addHandler(lines)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(lines)
+        logger.setLevel(before)
 
 
 def _show(result: "Evaluation") -> None:

@@ -5,14 +5,14 @@ from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import tomli_w
 import torch
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 
 import optimisees
-from l2lopt import optimisers, tables, unrolls
+from l2lopt import kernels, optimisers, tables, unrolls
 from l2lopt import weights as files
 from l2lopt.errors import UserError
 from l2lopt.evaluation import EvaluationSettings, run_free
@@ -64,6 +64,8 @@ class Config(_Common):
     """Further problems of meta-training and validation: every run draws one of all, with equal chances."""
     optimiser: Choice = "coordinatewise"
     """The learned optimiser: a name, or a table of the name and its options."""
+    backend: Literal["auto", "reference", "cpu"] = "auto"
+    """Of the learned optimiser's steps where no tape is needed; "auto" takes the fastest there is."""
     unroll: UnrollSettings = UnrollSettings()
     """How long the unrolls are and how they are differentiated."""
     meta: MetaTrainSettings = MetaTrainSettings()
@@ -115,7 +117,7 @@ class Experiment(NamedTuple):
 
         A problem in which a loss is not finite makes it infinite.
         """
-        settings = self.config.validation
+        settings, optimiser = self.config.validation, kernels.fast(optimiser, self.config.backend)
         seeds = [seed_of("validation", self.config.seed, index) for index in range(settings.seeds)]
         scores = []
         for optimisee in self.optimisees:

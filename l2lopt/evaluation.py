@@ -204,7 +204,7 @@ def run_free(
             values, aux = loss(theta, aux, batch)
             (grads,) = torch.autograd.grad(values.sum(), theta)
             with torch.no_grad():
-                change, state = optimiser.update(grads, state, params.detach(), values.detach())
+                change, state = optimiser.advance(grads, state, params.detach(), values.detach())
                 params = params.detach() + change
             aux = {name: value.detach() for name, value in aux.items()}
             seconds += time.perf_counter() - start

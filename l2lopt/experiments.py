@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from l2lopt import config as configs
-from l2lopt import evaluation, meta_training, plotting, store, training, weights
+from l2lopt import evaluation, kernels, meta_training, plotting, store, training, weights
 from l2lopt.checkpoint import CheckpointFile
 from l2lopt.config import Config, TrainConfig
 from l2lopt.errors import UserError
@@ -73,6 +73,7 @@ def meta_train(
             settings.unroll,
             score=experiment.score,
             seed=settings.seed,
+            backend=settings.backend,
             records=records,
             report=report,
             checkpoint=checkpoint,
@@ -116,7 +117,7 @@ def evaluate(*runs: str | Path, changes: Sequence[str] = (), report: Report = si
     learned = {}
     for folder, own in zip(folders, settings, strict=True):
         name = own.name if own.name not in learned else f"{own.name} ({folder.name})"
-        learned[name] = weights.load(folder / "optimiser.safetensors").to(own.device)
+        learned[name] = kernels.fast(weights.load(folder / "optimiser.safetensors").to(own.device), own.backend)
     with cpu_threads(settings[0].threads):
         result = evaluation.evaluate(learned, optimisee, settings[0].evaluation, seed=settings[0].seed, report=report)
     for folder in folders:

@@ -1,5 +1,6 @@
 """Meta-training: unroll after unroll, the meta-gradient followed by Adam."""
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from pydantic import (
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from l2lopt import kernels
 from l2lopt.checkpoint import Checkpoint, NoCheckpoint
 from l2lopt.optimisee import Optimisee, Split, flat_loss
 from l2lopt.optimisers import Optimiser
@@ -26,7 +28,7 @@ from l2lopt.records import NoRecords, Recorder
 from l2lopt.settings import Settings
 from l2lopt.tables import Choice
 from l2lopt.types import Batch, Carry, Layout, Loss, Params, Report, Step, Target, generator, seed_of, silent
-from l2lopt.unrolls import MetaGradient, Unroll, UnrollState
+from l2lopt.unrolls import Blockwise, MetaGradient, Unroll, UnrollState
 
 
 class Targets(Settings):
@@ -61,7 +63,7 @@ class UnrollSettings(Settings):
     for every coordinate and run, so that the rule meets gradients of many sizes; 0 leaves the problem as it is."""
     targets: Targets = Targets()
     """What the meta-loss measures."""
-    estimator: Choice = "taped"
+    estimator: Choice = "blockwise"
     """How the meta-gradient is got: the name of an unroll, or its name and options."""
 
     @field_validator("length")
@@ -157,6 +159,7 @@ def meta_train(
     *,
     score: Callable[[Optimiser], float],
     seed: int = 0,
+    backend: str = "auto",
     records: Recorder | None = None,
     report: Report = silent,
     checkpoint: Checkpoint | None = None,
@@ -175,18 +178,31 @@ def meta_train(
         unrolls: of the inner runs.
         score: lower is better; taken before the first meta-update, every `validate_every`, and after the last.
         seed: of the runs.
+        backend: of the steps that need no tape; see `kernels.fast`.
         records: where the figures go.
         report: progress.
         checkpoint: where the place is kept, and taken up again where one is there: the end is the same to the bit.
     """
     records, checkpoint = records or NoRecords(), checkpoint or NoCheckpoint()
+    way = kernels.block_update(optimiser, backend)
     meta_optimiser = torch.optim.Adam(optimiser.parameters(), lr=settings.rate)
     result = MetaTrained(_copy(optimiser.phi()))
     runs: list[_Run | None] = [None] * settings.batch
-    first, begun = 1, 0
+    first, begun, planned = 1, 0, 0
 
     def begin(index: int, update: int) -> _Run:
         return _begin(optimiser, optimisees, unroll, unrolls, seed, index, update)
+
+    def plan(run: _Run) -> None:
+        """Says what the largest meta-gradient so far will take."""
+        nonlocal planned
+        count = min(unrolls.truncation or run.length, run.length)
+        if isinstance(unroll, Blockwise) and run.layout.size * count > planned:
+            planned = run.layout.size * count
+            loss = rescaled(flat_loss(run.optimisee, run.layout), run.scale)
+            steps = inner_steps(run.optimisee, unrolls.targets, run.seed, 0, count)
+            found = unroll.plan(way, loss, optimiser.phi(), run.carry, steps, count)
+            logging.getLogger("l2lopt").info("a meta-gradient of %d steps: %s", count, found)
 
     def validate(update: int) -> None:
         value = score(optimiser)
@@ -207,9 +223,10 @@ def meta_train(
             if run is None:
                 run = begin(begun, update)
                 begun += 1
+                plan(run)
             count = min(unrolls.truncation or run.length, run.length - run.done)
             piece = unroll(
-                optimiser.update_with,
+                way,
                 rescaled(flat_loss(run.optimisee, run.layout), run.scale),
                 optimiser.phi(),
                 run.carry,

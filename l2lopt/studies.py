@@ -16,7 +16,7 @@ from pydantic import Field, NonNegativeInt, ValidationError
 from torch import Tensor
 
 from l2lopt import config as configs
-from l2lopt import evaluation, experiments, plotting, tables, weights
+from l2lopt import evaluation, experiments, kernels, plotting, tables, weights
 from l2lopt.config import Config
 from l2lopt.errors import UserError
 from l2lopt.evaluation import SPLITS, Evaluation, FreeRun, Tuned
@@ -204,7 +204,8 @@ def _make(place: _Place, piece: _Work, report: Report = silent) -> FreeRun:
         if piece.meta_seed is None:
             run = evaluation.baseline_run(baseline, optimisee, settings, seed=study.seed, report=report)
         else:
-            optimiser, stage = weights.load(file).to(config.device), f"run {folder.name}"
+            optimiser = kernels.fast(weights.load(file).to(config.device), config.backend)
+            stage = f"run {folder.name}"
             run = evaluation.learned_run(optimiser, optimisee, settings, seed=study.seed, report=report, stage=stage)
     losses = {split: {str(step): row.tolist() for step, row in steps.items()} for split, steps in run.losses.items()}
     chosen = {str(horizon): tuned._asdict() for horizon, tuned in run.chosen.items()}

@@ -51,6 +51,19 @@ class Optimiser(nn.Module, ABC):
             after: the next state's `shared`, where it is known already; taken as a constant.
         """
 
+    def advance(
+        self,
+        grads: Tensor,
+        state: OptimiserState,
+        params: Tensor,
+        loss: Tensor | None = None,
+        after: Params | None = None,
+    ) -> tuple[Tensor, OptimiserState]:
+        """`update` for those who need neither the state they hand over again nor the last result: a fast twin
+        overwrites both.
+        """
+        return self.update(grads, state, params, loss, after)
+
     def forward(
         self,
         grads: Tensor,
