@@ -1,5 +1,6 @@
 """The coordinatewise learned optimiser's step on the CPU, in blocks that stay in cache."""
 
+from collections import Counter
 from collections.abc import Sequence
 from math import prod
 
@@ -7,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from l2lopt.errors import UserError
 from l2lopt.kernels import folding
 from l2lopt.kernels.block import WIDTH, Block
 from l2lopt.kernels.features import ROWS
@@ -20,6 +20,7 @@ from l2lopt.optimisers import Coordinatewise, Optimiser
 from l2lopt.optimisers.inputs import Sight
 from l2lopt.types import Layout, OptimiserState, Params
 
+CONTIGUOUS = torch.contiguous_format
 KINDS = [{(torch.float32, "cpu")}, {(torch.float64, "cpu")}]
 
 
@@ -52,16 +53,11 @@ class CPU(Optimiser):
     is the reference's.
 
     Args:
-        reference: the plain optimiser; its parameters are φ.
+        reference: the plain optimiser, one that `refusal` lets pass; its parameters are φ.
     """
 
     def __init__(self, reference: Coordinatewise) -> None:
         super().__init__()
-        reason = refusal(reference)
-        if reason is not None:
-            expected = "an LSTM or IHC-LSTM rule of the library's inputs and rules, float32 or float64 on the CPU"
-            remedy = "choose 'reference', or 'auto' to have the twin only where there is one"
-            raise UserError("backend 'cpu'", expected=expected, found=reason, remedy=remedy)
         self.reference = reference
         self.coordinatewise, self.description = reference.coordinatewise, reference.description
         self._update = torch.empty(0)
@@ -132,10 +128,11 @@ class CPU(Optimiser):
         """The same as a function of φ."""
         if not _plain(phi, grads, state, params):
             return self.reference.update_with(phi, grads, state, params, loss, after)
-        own: Params = {}
-        for key, value in state.coordinates.items():
-            shared = any(value.data_ptr() == other.data_ptr() for other in own.values())
-            own[key] = value.clone(memory_format=torch.contiguous_format) if shared else value.contiguous()
+        places = Counter(value.data_ptr() for value in state.coordinates.values())
+        own = {
+            key: value.contiguous() if places[value.data_ptr()] == 1 else value.clone(memory_format=CONTIGUOUS)
+            for key, value in state.coordinates.items()
+        }
         if self._update.dtype != grads.dtype or self._update.numel() < grads.numel():
             self._update = _empty(grads).view(-1)
         update = self._update[: grads.numel()].view(grads.shape)
@@ -183,10 +180,9 @@ class CPU(Optimiser):
                 shared["statistic"] = statistic.total((part for _, parts in results for part in parts), grads)
             measured = (shared if after is None else after)["statistic"]
             factors = (step.finish.scale / measured.double()).flatten().tolist()
-            decay = step.finish.scale * rule.weight_decay
 
             def finish(index: int) -> None:
-                statistic.apply(whole.part(*runs[index]), factors, decay)
+                statistic.apply(whole.part(*runs[index]), factors, step.finish.decay)
 
             share_out(finish, len(runs))
         bad = [places for places, _ in results if places is not None]

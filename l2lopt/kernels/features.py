@@ -30,7 +30,7 @@ class Rows(NamedTuple):
 
 
 def log_and_sign(name: str, item: inputs.LogAndSign, sight: Sight, step: int) -> Rows:
-    """log max(|g|, e⁻ᵖ) and eᵖ g cut at ±1: sign g from |g| = e⁻ᵖ on. Five operations."""
+    """Rows log max(|g|, e⁻ᵖ) and eᵖ g cut at ±1: sign g from |g| = e⁻ᵖ on. Five operations."""
     least = _least(item.p, sight.grads)
 
     def write(rows: Sequence[Tensor], block: Block) -> None:
@@ -42,7 +42,7 @@ def log_and_sign(name: str, item: inputs.LogAndSign, sight: Sight, step: int) ->
 
 
 def rnnprop(name: str, item: inputs.RNNprop, sight: Sight, step: int) -> Rows:
-    """m and g over √v + ε√(1 − β₂ᵗ): the corrections but this one are factors of the rows. Seven operations."""
+    """Rows m and g over √v + ε√(1 − β₂ᵗ), the other corrections left as factors. Seven operations."""
     m_key, v_key = f"{name}.m", f"{name}.v"
     beta1, beta2 = item.beta1, item.beta2
     unbias = math.sqrt(1 - beta2**step)
@@ -60,7 +60,7 @@ def rnnprop(name: str, item: inputs.RNNprop, sight: Sight, step: int) -> Rows:
 
 
 def momenta(name: str, item: inputs.Momenta, sight: Sight, step: int) -> Rows:
-    """m_β over √v + ε√(1 − β₂ᵗ). Four operations and two a feature."""
+    """Rows m_β over √v + ε√(1 − β₂ᵗ). Four operations and two a feature."""
     keys, v_key = [f"{name}.m{index}" for index in range(item.size)], f"{name}.v"
     unbias = math.sqrt(1 - item.square_beta**step)
     eps = item.eps * unbias

@@ -9,7 +9,6 @@ from torch import Tensor
 from l2lopt.kernels.block import WIDTH, Block
 from l2lopt.kernels.folding import Folded
 
-
 EXPONENT = 2 / math.log(2)
 
 
@@ -39,7 +38,7 @@ class Network:
         self.first = first
 
     def step(self, buffers: "Buffers", block: Block) -> Tensor:
-        """h' [M, B], written with c' into the block's state, of the features in `buffers.features`.
+        """The next h [M, B], written with c' into the block's state, of the features in `buffers.features`.
 
         Eighteen operations for an LSTM, sixteen for an IHC-LSTM.
         """
@@ -61,7 +60,7 @@ class Network:
 
 
 def _tanh_(exponent: Tensor, scratch: Tensor) -> Tensor:
-    """tanh y in the place of 2y / ln 2."""
+    """Puts tanh y in the place of 2y / ln 2."""
     exponent.clamp_(max=100).exp2_()
     torch.add(exponent, 1, out=scratch)
     return exponent.sub_(1).div_(scratch)

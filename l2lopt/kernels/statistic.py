@@ -30,7 +30,7 @@ class RootMeanSquare:
         return [(index, float(torch.dot(part, part))) for index, part in self._parts(block)]
 
     def total(self, squares: Iterable[tuple[int, float]], like: Tensor) -> Tensor:
-        """The root mean squares [*batch, tensors] from those of all blocks, added in double precision in their order."""
+        """The root mean squares [*batch, tensors], the blocks' sums added in double precision and in their order."""
         sums = [0.0] * len(self._segments.ends)
         for index, value in squares:
             sums[index] += value

@@ -23,16 +23,18 @@ class Finish(NamedTuple):
         write: (outputs [B] each, each input's rows by its name, block) → the block's update and the rule's memory. A
             single output lies in the update's own memory.
         scale: S_t of a direction and its magnitude; what `write` leaves is then the direction.
+        decay: S_t λ.
     """
 
     head: Tensor
     bias: Tensor
     write: Callable[[Sequence[Tensor], Mapping[str, Sequence[Tensor]], Block], None]
     scale: float = 1.0
+    decay: float = 0.0
 
 
 def additive(rule: rules.Additive, phi: Params, inputs: Mapping[str, Rows], step: int) -> Finish:
-    """s belongs to the head. No operation."""
+    """The factor s belongs to the head. No operation."""
     head, bias = phi["head.weight"], phi["head.bias"]
     return Finish(head * rule.step_size, bias * rule.step_size, lambda outputs, rows, block: None)
 
@@ -47,7 +49,7 @@ def bounded(rule: rules.Bounded, phi: Params, inputs: Mapping[str, Rows], step: 
 
 
 def gated(rule: rules.Gated, phi: Params, inputs: Mapping[str, Rows], step: int) -> Finish:
-    """The biases are large: they come last, as in the reference, so that one rounding is theirs. Thirteen operations."""
+    """The large biases come last, as in the reference: one rounding is theirs. Thirteen operations."""
     weight_params, weight_gates = phi["rule.weight_params"].tolist(), phi["rule.weight_gates"].tolist()
     bias = phi["rule.bias"].tolist()
 
@@ -66,7 +68,7 @@ def gated(rule: rules.Gated, phi: Params, inputs: Mapping[str, Rows], step: int)
 def direction_and_magnitude(
     rule: rules.DirectionAndMagnitude, phi: Params, inputs: Mapping[str, Rows], step: int
 ) -> Finish:
-    """d alone, in two or three operations: what is taken over a tensor must wait for all of it."""
+    """The direction d alone, in two or three operations: what is taken over a tensor must wait for all of it."""
     nominal = -inputs["rnnprop"].scale[0] if rule.needs else 0.0
 
     def write(outputs: Sequence[Tensor], rows: Mapping[str, Sequence[Tensor]], block: Block) -> None:
@@ -76,7 +78,7 @@ def direction_and_magnitude(
 
     growth = math.exp(10 * float(phi["rule.log_scale"]))
     scale = rule.step_size * growth / (1 + (step - 1) / rule.horizon)
-    return Finish(phi["head.weight"], phi["head.bias"], write, scale)
+    return Finish(phi["head.weight"], phi["head.bias"], write, scale, scale * rule.weight_decay)
 
 
 UPDATES: Mapping[type[UpdateRule], Callable[[Any, Params, Mapping[str, Rows], int], Finish]] = {

@@ -1,6 +1,6 @@
 """One step of the learned rule on the CPU: ns per coordinate and ratios, all from one run; equality is checked first.
 
-    python tests/benchmarks/bench_step.py [--coordinates 1000000] [--threads 2] [--growth]
+python tests/benchmarks/bench_step.py [--coordinates 1000000] [--threads 2] [--growth]
 """
 
 import argparse

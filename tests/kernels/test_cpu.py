@@ -1,0 +1,313 @@
+"""The fast CPU step against the reference, on every cell, input and rule it knows."""
+
+import copy
+import logging
+from functools import partial
+
+import laws
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from implementations import FOLDED, INPUTS, RULES, normal, seeded
+from torch.utils import _pytree as pytree
+
+from l2lopt import kernels, optimisers
+from l2lopt.errors import UserError
+from l2lopt.kernels.block import WIDTH
+from l2lopt.optimisers import Coordinatewise, inputs, rules
+from l2lopt.types import Layout, cpu_threads
+
+TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-12}
+SIZES = {"none": 0, "one": 1, "few": 31, "block": WIDTH, "block and one": WIDTH + 1, "prime": 40_009}
+
+
+def reference(cell="lstm", items=tuple(INPUTS), rule="additive", dtype=torch.float64, size=5):
+    """A small rule of the tables' labels, with a seeded φ that no gate is closed for."""
+    network = optimisers.coordinatewise(cell=FOLDED[cell], hidden_size=size).cell
+    optimiser = Coordinatewise({name: INPUTS[name]() for name in items}, network, RULES[rule]())
+    seeded(optimiser, scale=0.3)
+    if hasattr(optimiser.rule, "log_scale"):
+        torch.nn.init.constant_(optimiser.rule.log_scale, 0.15)
+    return optimiser.to(dtype)
+
+
+def split(size):
+    """A layout of three tensors, one of them empty, that no block ends with."""
+    return Layout(("a", "b", "c"), ((size // 3,), (0,), (size - size // 3,)))
+
+
+def problem(size, batch=(), dtype=torch.float64, steps=5):
+    """Layout, gradients over many scales [steps, *batch, n], θ and losses."""
+    gradients = normal(steps, *batch, size) * 10 ** (-3 * normal(size, seed=1).abs())
+    others = normal(*batch, size, seed=2), normal(steps, *batch, seed=3).abs()
+    return split(size), gradients.to(dtype), *(other.to(dtype) for other in others)
+
+
+def rolled(update, state, gradients, params, losses):
+    """What each step gives: the update, the state's coordinates and what is shared."""
+    results = []
+    with torch.no_grad():
+        for grads, loss in zip(gradients, losses, strict=True):
+            change, state = update(grads, state, params, loss)
+            params = params + change
+            results.append(laws.clone((change, dict(sorted(state.coordinates.items())), state.shared)))
+    return results
+
+
+def assert_twin(optimiser, size, batch=(), steps=5):
+    """Update, state and what is shared, of `update` and of `advance`, are the reference's."""
+    dtype = next(optimiser.parameters()).dtype
+    layout, *arguments = problem(size, batch, dtype, steps)
+    wanted = rolled(optimiser.update, optimiser.init(layout, batch, like=arguments[0]), *arguments)
+    twin = kernels.fast(optimiser, "cpu")
+    updated = rolled(twin.update, twin.init(layout, batch, like=arguments[0]), *arguments)
+    laws.assert_close(updated, wanted, TOLERANCE[dtype])
+    laws.assert_same(rolled(twin.advance, twin.init(layout, batch, like=arguments[0]), *arguments), updated)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("cell", FOLDED)
+def test_equals_the_reference(cell, rule, dtype):
+    """With every input at once, three rows, blocks that end within them."""
+    assert_twin(reference(cell, rule=rule, dtype=dtype), 1511, (3,))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("item", INPUTS)
+def test_equals_the_reference_with_one_input(item, dtype):
+    assert_twin(reference(items=[item], dtype=dtype), 97, (2,))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("rule", ["additive", "direction-and-magnitude"])
+@pytest.mark.parametrize("cell", ["lstm", "ihc-lstm"])
+def test_equals_the_reference_at_full_size(cell, rule, dtype):
+    assert_twin(reference(cell, ["log-and-sign", "rnnprop", "log-step"], rule, dtype, 20), 5003)
+
+
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("rule", ["gated", "direction-and-magnitude"])
+def test_any_number_of_coordinates(rule, size):
+    assert_twin(reference("ihc-lstm", rule=rule), size, steps=2)
+
+
+@given(st.integers(0, 700), st.sampled_from([(), (1,), (7,), (2, 3)]))
+def test_any_shape(size, batch):
+    assert_twin(reference(rule="direction-and-magnitude", size=2), size, batch, steps=2)
+
+
+def test_a_layout_of_nothing():
+    twin, empty = kernels.fast(reference(rule="direction-and-magnitude"), "cpu"), torch.zeros(0).double()
+    update, state = twin.advance(empty, twin.init(Layout((), ()), like=empty), empty, torch.tensor(1.0))
+    assert update.shape == (0,)
+    assert state.shared["step"] == 1
+
+
+each_rule = pytest.mark.parametrize("rule", ["additive", "gated", "direction-and-magnitude"])
+
+
+def twin_of(rule):
+    """A twin that needs no loss."""
+    return kernels.fast(reference("ihc-lstm", ["log-and-sign", "rnnprop", "momenta"], rule), "cpu")
+
+
+@each_rule
+@pytest.mark.parametrize(
+    "law",
+    [
+        laws.assert_optimiser_changes_nothing,
+        laws.assert_batch_rows_are_separate_runs,
+        laws.assert_permutes_with_its_coordinates,
+        laws.assert_blocks_are_parts_of_the_whole,
+        partial(laws.assert_state_is_like, like=torch.zeros(1).double(), dtype=torch.float64),
+    ],
+    ids=["changes nothing", "rows", "permutes", "blocks", "state"],
+)
+def test_laws(rule, law):
+    twin = twin_of(rule)
+    law(twin)
+    with torch.no_grad():  # no derivative may be asked for, and the reference stays out of it
+        law(twin)
+
+
+@each_rule
+def test_update_is_a_function_of_phi(rule):
+    twin, other = twin_of(rule), twin_of(rule)
+    seeded(other.reference, seed=1, scale=0.1)
+    laws.assert_update_is_a_function_of_phi(twin, other)
+    layout, gradients, params, losses = problem(50)
+    wanted = rolled(other.update, other.init(layout, like=params), gradients, params, losses)
+    for function in (twin.update_with, twin.advance_with):
+        state = twin.init(layout, like=params)
+        laws.assert_same(rolled(partial(function, other.phi()), state, gradients, params, losses), wanted)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_derivatives_are_the_references(rule):
+    optimiser = reference(rule=rule, items=["log-and-sign", "rnnprop"])
+    twin, (layout, (grads, *_), params, _) = kernels.fast(optimiser, "cpu"), problem(50)
+    state = twin.init(layout, like=params)
+    slopes = [
+        torch.autograd.grad(each.update(grads, state, params)[0].sum(), list(optimiser.parameters()))
+        for each in (twin, optimiser)
+    ]
+    laws.assert_same(*slopes)
+    leaf = grads.clone().requires_grad_()
+    assert twin.update_with(pytree.tree_map(torch.detach, twin.phi()), leaf, state, params)[0].requires_grad
+    assert not any(result.requires_grad for result in pytree.tree_leaves(twin.advance(leaf, state, params)))
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+@each_rule
+def test_threads_change_no_bit_and_their_number_stays(rule, threads):
+    twin, (layout, *arguments) = twin_of(rule), problem(70_001, steps=2)
+    arguments[0][:, 5] = float("nan")
+    results = []
+    for count in (1, threads):
+        with cpu_threads(count):
+            results.append(rolled(twin.update, twin.init(layout, like=arguments[0]), *arguments))
+            assert torch.get_num_threads() == count
+    laws.assert_same(*results)
+
+
+def test_a_mistake_in_a_thread_comes_out():
+    def work(index):
+        raise ValueError(f"mistake {index}")
+
+    with cpu_threads(2):
+        with pytest.raises(ValueError, match="mistake"):
+            kernels.share_out(work, 2)
+        assert torch.get_num_threads() == 2
+
+
+@each_rule
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_bad_gradients_are_the_references(rule, dtype):
+    """NaN, infinities, squares that overflow, and a block whose sum of squares alone does."""
+    optimiser = reference("ihc-lstm", rule=rule, dtype=dtype)
+    layout, gradients, params, losses = problem(2 * WIDTH + 9, (2,), dtype)
+    gradients[1, 0, [3, WIDTH - 1, WIDTH]] = float("nan")
+    gradients[2, 1, [0, 4000]] = torch.tensor([float("inf"), -float("inf")], dtype=dtype)
+    gradients[3, 0, 7] = torch.finfo(dtype).max ** 0.75
+    gradients[4, 1, 100:200] = torch.finfo(dtype).max ** 0.5 / 2
+    state = optimiser.init(layout, (2,), like=params)
+    wanted = rolled(optimiser.update, state, gradients, params, losses)
+    twin = kernels.fast(optimiser, "cpu")
+    results = rolled(twin.advance, state, gradients, params, losses)
+    laws.assert_close(results, wanted, 2 * TOLERANCE[dtype])
+    assert results[-1][2]["skipped"].tolist() == [4, 2]
+    for (update, _, _), bad in zip(results[1:4], ((0, 3), (1, 0), (0, 7)), strict=True):
+        assert update[bad] == 0
+
+
+def test_views_are_read_as_they_are():
+    """Gradients, parameters and states that are not contiguous."""
+    twin, (layout, gradients, params, losses) = twin_of("gated"), problem(40, (3,))
+    state = twin.init(layout, (3,), like=params)
+    wanted = rolled(twin.update, state, gradients, params, losses)
+    turned = pytree.tree_map(lambda t: t.mT.contiguous().mT if t.dim() > 1 else t, state._replace(shared={}))
+    turned = turned._replace(shared=state.shared)
+    for function in (twin.update, twin.advance):
+        results = rolled(function, turned, gradients.mT.contiguous().mT, params.mT.contiguous().mT, losses)
+        laws.assert_same(results, wanted)
+
+
+@pytest.mark.parametrize("size", [1, 40])
+def test_an_expanded_state_is_copied_once(size):
+    twin, (layout, gradients, params, losses) = twin_of("gated"), problem(size)
+    state = twin.init(layout, like=params)
+    zero = torch.zeros((), dtype=params.dtype)
+    expanded = state._replace(coordinates={key: zero.expand(value.shape) for key, value in state.coordinates.items()})
+    wanted = rolled(twin.update, state, gradients, params, losses)
+    laws.assert_same(rolled(twin.advance, expanded, gradients, params, losses), wanted)
+    assert zero == 0
+
+
+@each_rule
+def test_advance_works_in_place(rule):
+    """The state stays where it is, and so does the update."""
+    twin, (layout, gradients, params, _) = twin_of(rule), problem(3000)
+    state, places = twin.init(layout, like=params), []
+    for grads in gradients:
+        update, state = twin.advance(grads, state, params)
+        places.append([value.data_ptr() for value in (update, *state.coordinates.values())])
+    assert places == [places[0]] * len(places)
+
+
+def test_a_copy_is_a_twin_of_its_own():
+    twin, (layout, gradients, params, losses) = twin_of("additive"), problem(30)
+    wanted = rolled(twin.advance, twin.init(layout, like=params), gradients, params, losses)
+    other = copy.deepcopy(twin)
+    with torch.no_grad():
+        twin.reference.head.weight.zero_()
+    laws.assert_same(rolled(other.advance, other.init(layout, like=params), gradients, params, losses), wanted)
+
+
+def test_phi_is_shared():
+    """A change of the reference's parameters is the twin's at once."""
+    optimiser = reference(items=["log-and-sign"])
+    twin, (layout, gradients, params, losses) = kernels.fast(optimiser, "cpu"), problem(30)
+    state = twin.init(layout, like=params)
+    rolled(twin.update, state, gradients, params, losses)
+    seeded(optimiser, seed=4)
+    wanted = rolled(optimiser.update, state, gradients, params, losses)
+    laws.assert_close(rolled(twin.update, state, gradients, params, losses), wanted)
+    assert twin.phi().keys() == optimiser.phi().keys()
+
+
+def test_a_loss_that_is_not_given_is_asked_for():
+    twin, (layout, (grads, *_), params, _) = kernels.fast(reference(items=["loss"]), "cpu"), problem(5)
+    with pytest.raises(UserError, match="pass loss="):
+        twin.advance(grads, twin.init(layout, like=params), params)
+
+
+class OwnInput(inputs.LogStep):
+    pass
+
+
+class OwnRule(rules.Additive):
+    pass
+
+
+def own(items=None, rule=None):
+    cell = optimisers.coordinatewise().cell
+    return Coordinatewise(items or {"log-step": inputs.LogStep()}, cell, rule or rules.Additive())
+
+
+REFUSED = {
+    "hand-made": (lambda: optimisers.SGD(0.1), "SGD is not the coordinatewise"),
+    "cell": (lambda: optimisers.coordinatewise(cell="gru"), "GRU"),
+    "input": (lambda: own(items={"mine": OwnInput()}), "the input 'mine' is not one of the library's: OwnInput"),
+    "rule": (lambda: own(rule=OwnRule()), "the rule is not one of the library's: OwnRule"),
+    "dtype": (lambda: own().bfloat16(), "bfloat16 on cpu"),
+    "device": (lambda: own().to("meta"), "float32 on meta"),
+}
+
+
+@pytest.mark.parametrize(("make", "reason"), REFUSED.values(), ids=REFUSED)
+def test_a_refusal_says_why(make, reason, caplog):
+    optimiser = make()
+    with pytest.raises(UserError, match=reason):
+        kernels.fast(optimiser, "cpu")
+    kernels.choices.clear()
+    with caplog.at_level(logging.INFO, "l2lopt"):
+        assert kernels.fast(optimiser) is kernels.fast(optimiser) is optimiser
+    (record,) = caplog.records
+    assert reason in record.message
+    assert "reference" in record.message
+
+
+def test_backends(caplog):
+    optimiser = reference()
+    assert kernels.fast(optimiser, "reference") is optimiser
+    assert not caplog.records
+    kernels.choices.clear()
+    with caplog.at_level(logging.INFO, "l2lopt"):
+        twins = [kernels.fast(optimiser), kernels.fast(optimiser, "auto"), kernels.fast(optimiser, "cpu")]
+    assert [type(twin) for twin in twins] == [kernels.CPU] * 3
+    assert kernels.fast(twins[0]) is twins[0]
+    assert [record.message for record in caplog.records] == ["backend auto: cpu"]
+    with pytest.raises(UserError, match="did you mean 'cpu'"):
+        kernels.fast(optimiser, "cpuu")
