@@ -4,7 +4,6 @@ import logging
 
 from l2lopt.errors import UserError, did_you_mean
 from l2lopt.kernels.cpu import CPU, refusal
-from l2lopt.kernels.threads import share_out
 from l2lopt.optimisers import Coordinatewise, Optimiser
 
 BACKENDS = ("auto", "reference", "cpu")
@@ -47,4 +46,4 @@ def _log(choice: str, reason: str | None) -> None:
         logging.getLogger("l2lopt").info("backend auto: %s%s", choice, "" if reason is None else f", as {reason}")
 
 
-__all__ = ["BACKENDS", "CPU", "choices", "fast", "refusal", "share_out"]
+__all__ = ["BACKENDS", "CPU", "choices", "fast", "refusal"]

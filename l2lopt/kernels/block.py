@@ -9,7 +9,7 @@ from torch import Tensor
 
 from l2lopt.types import Params
 
-WIDTH = 2048
+WIDTH = 4096
 """Coordinates per block: many beside the 1 µs that an operation costs, few enough for its buffers to stay in cache."""
 
 
@@ -17,7 +17,7 @@ class Block(NamedTuple):
     """B neighbours in the flat vector of all rows' coordinates.
 
     Attributes:
-        start: the first one's place.
+        start: the first one's place in it.
         grads: [B], finite.
         params: θ, [B].
         before: the state by name, [B] or [M, B].
@@ -32,26 +32,21 @@ class Block(NamedTuple):
     after: Params
     update: Tensor
 
-    def part(self, start: int, size: int) -> "Block":
-        """`size` of its coordinates from `start` on."""
-        (part,) = self._cut(start, size, size)
-        return part
-
     def blocks(self, start: int, size: int) -> "list[Block]":
-        """The same in pieces of at most `WIDTH`."""
-        return self._cut(start, size, WIDTH)
+        """`size` of its coordinates from `start` on, in pieces of at most `WIDTH`."""
+        if size == self.update.shape[0] <= WIDTH:
+            return [self]
+        sizes = [min(WIDTH, size - done) for done in range(0, size, WIDTH)]
 
-    def _cut(self, start: int, size: int, width: int) -> "list[Block]":
         def cut(value: Tensor) -> tuple[Tensor, ...]:
-            pieces: tuple[Tensor, ...] = value.narrow(-1, start, size).split(width, dim=-1)
-            return pieces
+            return value.narrow(-1, start, size).split_with_sizes(sizes, -1)
 
         before = {key: cut(value) for key, value in self.before.items()}
         after = {key: cut(value) for key, value in self.after.items()}
         flat = zip(cut(self.grads), cut(self.params), cut(self.update), strict=True)
         return [
             Block(
-                self.start + start + k * width,
+                start + k * WIDTH,
                 grads,
                 params,
                 {key: pieces[k] for key, pieces in before.items()},

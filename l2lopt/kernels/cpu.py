@@ -14,7 +14,7 @@ from l2lopt.kernels.features import ROWS
 from l2lopt.kernels.network import Buffers
 from l2lopt.kernels.statistic import RootMeanSquare
 from l2lopt.kernels.step import Step
-from l2lopt.kernels.threads import share_out
+from l2lopt.kernels.threads import one_each, share_out
 from l2lopt.kernels.updates import UPDATES
 from l2lopt.optimisers import Coordinatewise, Optimiser
 from l2lopt.optimisers.inputs import Sight
@@ -98,7 +98,8 @@ class CPU(Optimiser):
             return self.reference.update_with(phi, grads, state, params, loss, after)
         with torch.no_grad():
             fresh = {key: _empty(value) for key, value in state.coordinates.items()}
-            return self._step(phi, grads, state, params, loss, after, fresh, _empty(grads))
+            with one_each() as threads:
+                return self._step(threads, phi, grads, state, params, loss, after, fresh, _empty(grads))
 
     def advance(
         self,
@@ -136,10 +137,13 @@ class CPU(Optimiser):
         if self._update.dtype != grads.dtype or self._update.numel() < grads.numel():
             self._update = _empty(grads).view(-1)
         update = self._update[: grads.numel()].view(grads.shape)
-        return self._step(phi, grads, state._replace(coordinates=own), params, loss, after, own, update)
+        with one_each() as threads:
+            state = state._replace(coordinates=own)
+            return self._step(threads, phi, grads, state, params, loss, after, own, update)
 
     def _step(
         self,
+        threads: int,
         phi: Params,
         grads: Tensor,
         state: OptimiserState,
@@ -169,12 +173,12 @@ class CPU(Optimiser):
             results = []
             for block in whole.blocks(*runs[index]):
                 bad = step.run(buffers, block)
-                squares = statistic.squares(block) if statistic and after is None else []
+                squares = statistic.squares(block.start, block.update) if statistic and after is None else []
                 results.append((None if bad is None else bad + block.start, squares))
             self._idle.append(buffers)
             return results
 
-        results = [result for run in share_out(forward, len(runs)) for result in run]
+        results = [result for run in share_out(forward, len(runs), threads) for result in run]
         if statistic:
             if after is None:
                 shared["statistic"] = statistic.total((part for _, parts in results for part in parts), grads)
@@ -182,9 +186,13 @@ class CPU(Optimiser):
             factors = (step.finish.scale / measured.double()).flatten().tolist()
 
             def finish(index: int) -> None:
-                statistic.apply(whole.part(*runs[index]), factors, step.finish.decay)
+                start, size = runs[index]
+                part = whole.update.narrow(0, start, size)
+                statistic.divide(start, part, factors)
+                if step.finish.decay:
+                    part.add_(whole.params.narrow(0, start, size), alpha=-step.finish.decay)
 
-            share_out(finish, len(runs))
+            share_out(finish, len(runs), threads)
         bad = [places for places, _ in results if places is not None]
         if bad:
             places = torch.cat(bad)
@@ -205,9 +213,8 @@ def _plain(phi: Params, grads: Tensor, state: OptimiserState, params: Tensor) ->
 
 
 def _runs(count: int) -> list[tuple[int, int]]:
-    """Start and size of what a thread takes at once: at most 16 blocks, and fewer where there are few."""
-    blocks = -(-count // WIDTH)
-    size = WIDTH * min(max(blocks // 32, 1), 16)
+    """Start and size of what a thread takes at once: 2 to 16 blocks, few where there are few."""
+    size = WIDTH * min(max(count // WIDTH // 32, 2), 16)
     return [(start, min(size, count - start)) for start in range(0, count, size)]
 
 

@@ -1,4 +1,4 @@
-"""The root mean square of each tensor's directions, measured and applied block by block."""
+"""The root mean square of each tensor's directions, measured and divided by block by block."""
 
 from collections.abc import Iterable
 from math import prod
@@ -6,7 +6,7 @@ from math import prod
 import torch
 from torch import Size, Tensor
 
-from l2lopt.kernels.block import Block, Segments
+from l2lopt.kernels.block import Segments
 from l2lopt.types import Layout
 
 EPS = 1e-12
@@ -25,9 +25,9 @@ class RootMeanSquare:
         self._layout, self._batch = layout, batch
         self._segments = Segments(layout.sizes * prod(batch))
 
-    def squares(self, block: Block) -> list[tuple[int, float]]:
-        """The sums of squares of a block's directions, each with the number of its segment."""
-        return [(index, float(torch.dot(part, part))) for index, part in self._parts(block)]
+    def squares(self, start: int, directions: Tensor) -> list[tuple[int, float]]:
+        """The sums of squares of a block's directions [B], each with the number of its segment."""
+        return [(index, float(torch.dot(part, part))) for index, part in self._parts(start, directions)]
 
     def total(self, squares: Iterable[tuple[int, float]], like: Tensor) -> Tensor:
         """The root mean squares [*batch, tensors], the blocks' sums added in double precision and in their order."""
@@ -38,14 +38,12 @@ class RootMeanSquare:
         means = torch.tensor(sums, dtype=torch.float64).view(*self._batch, len(sizes)) / sizes
         return (means + EPS**2).sqrt().to(like.dtype)
 
-    def apply(self, block: Block, factors: list[float], decay: float) -> None:
-        """From d to S·d / RMS − decay·θ, `factors` the S / RMS per segment. Two operations a segment."""
-        for index, part in self._parts(block):
+    def divide(self, start: int, directions: Tensor, factors: list[float]) -> None:
+        """S·d / RMS in the place of d, `factors` the S / RMS per segment."""
+        for index, part in self._parts(start, directions):
             part.mul_(factors[index])
-        if decay:
-            block.update.add_(block.params, alpha=-decay)
 
-    def _parts(self, block: Block) -> list[tuple[int, Tensor]]:
-        within = list(self._segments.within(block.start, block.update.shape[0]))
-        parts = block.update.split([size for _, size in within])
+    def _parts(self, start: int, directions: Tensor) -> list[tuple[int, Tensor]]:
+        within = list(self._segments.within(start, directions.shape[0]))
+        parts = directions.split_with_sizes([size for _, size in within])
         return [(index, part) for (index, _), part in zip(within, parts, strict=True)]

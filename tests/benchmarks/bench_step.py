@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 
 from l2lopt import kernels, optimisers
 from l2lopt.kernels.block import WIDTH
-from l2lopt.kernels.threads import share_out
+from l2lopt.kernels.threads import one_each, share_out
 from l2lopt.types import Layout, cpu_threads
 
 CELLS = ("lstm", "ihc-lstm")
@@ -116,7 +116,11 @@ def limit(coordinates: int) -> Run:
             gates[:M].sigmoid_()
         idle.append((stacked, gates))
 
-    return lambda: share_out(work, -(-blocks // 16))
+    def run() -> None:
+        with one_each() as threads:
+            share_out(work, -(-blocks // 16), threads)
+
+    return run
 
 
 def check(cell: str, rowwise: Callable[..., Run], **options: Any) -> None:

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from l2lopt import kernels, optimisers
 from l2lopt.errors import UserError
 from l2lopt.kernels.block import WIDTH
+from l2lopt.kernels.threads import one_each, share_out
 from l2lopt.optimisers import Coordinatewise, inputs, rules
 from l2lopt.types import Layout, cpu_threads
 
@@ -177,8 +178,8 @@ def test_a_mistake_in_a_thread_comes_out():
         raise ValueError(f"mistake {index}")
 
     with cpu_threads(2):
-        with pytest.raises(ValueError, match="mistake"):
-            kernels.share_out(work, 2)
+        with pytest.raises(ValueError, match="mistake"), one_each() as threads:
+            share_out(work, 4, threads)
         assert torch.get_num_threads() == 2
 
 
