@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from l2lopt.kernels import folding
 from l2lopt.kernels.block import WIDTH, Block
 from l2lopt.kernels.features import ROWS
+from l2lopt.kernels.folding import Folded
 from l2lopt.kernels.network import Buffers
 from l2lopt.kernels.statistic import RootMeanSquare
 from l2lopt.kernels.step import Step
@@ -61,7 +62,8 @@ class CPU(Optimiser):
         self.reference = reference
         self.coordinatewise, self.description = reference.coordinatewise, reference.description
         self._update = torch.empty(0)
-        self._idle: list[Buffers] = []
+        self._idle: dict[torch.dtype, list[Buffers]] = {}
+        self._folded: tuple[Params, Folded] | None = None
 
     def init(self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None) -> OptimiserState:
         """The reference's."""
@@ -156,7 +158,8 @@ class CPU(Optimiser):
         """Writes the next state into `coordinates`, which may be the state's own, and the update into `update`."""
         rule, batch = self.reference.rule, grads.shape[:-1]
         shared = {**state.shared, "step": state.shared["step"] + 1}
-        step = Step.of(self.reference, phi, Sight(grads, params, shared["step"], loss))
+        step = Step.of(self.reference, phi, self._fold(phi), Sight(grads, params, shared["step"], loss))
+        idle = self._idle.setdefault(grads.dtype, [])
         whole = Block(
             0,
             grads.reshape(-1),
@@ -169,13 +172,13 @@ class CPU(Optimiser):
         runs = _runs(grads.numel())
 
         def forward(index: int) -> list[tuple[Tensor | None, list[tuple[int, float]]]]:
-            buffers = self._idle.pop() if self._idle else step.buffers()
+            buffers = idle.pop() if idle else step.buffers()
             results = []
             for block in whole.blocks(*runs[index]):
                 bad = step.run(buffers, block)
                 squares = statistic.squares(block.start, block.update) if statistic and after is None else []
                 results.append((None if bad is None else bad + block.start, squares))
-            self._idle.append(buffers)
+            idle.append(buffers)
             return results
 
         results = [result for run in share_out(forward, len(runs), threads) for result in run]
@@ -201,6 +204,13 @@ class CPU(Optimiser):
             shared["skipped"] = shared["skipped"] + counts.view(batch)
         return update, OptimiserState(state.layout, coordinates, shared if after is None else after)
 
+    def _fold(self, phi: Params) -> Folded:
+        """The layers multiplied out, anew only where a number of φ is another: that takes longer than to look."""
+        if self._folded is None or not all(_equal(value, phi[key]) for key, value in self._folded[0].items()):
+            copy = {key: value.clone() for key, value in phi.items()}
+            self._folded = copy, folding.fold(self.reference, copy)
+        return self._folded[1]
+
 
 def _plain(phi: Params, grads: Tensor, state: OptimiserState, params: Tensor) -> bool:
     """Whether all numbers are of one known kind in CPU memory, and no `torch.func` transform looks on."""
@@ -221,6 +231,10 @@ def _runs(count: int) -> list[tuple[int, int]]:
 def _flat(value: Tensor, like: Tensor) -> Tensor:
     """[..., *batch, n] with the batch axes and n in one, as a view where it can be."""
     return value.reshape(*value.shape[: value.dim() - like.dim()], like.numel())
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
 
 
 def _empty(like: Tensor) -> Tensor:

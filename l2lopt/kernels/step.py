@@ -9,7 +9,7 @@ from torch import Tensor
 
 from l2lopt.kernels.block import Block
 from l2lopt.kernels.features import ROWS, Rows
-from l2lopt.kernels.folding import fold
+from l2lopt.kernels.folding import Folded
 from l2lopt.kernels.network import Buffers, Network
 from l2lopt.kernels.updates import UPDATES, Finish
 from l2lopt.optimisers import Coordinatewise
@@ -31,13 +31,13 @@ class Step(NamedTuple):
     finish: Finish
 
     @classmethod
-    def of(cls, optimiser: Coordinatewise, phi: Params, sight: Sight) -> "Step":
-        """The step of an optimiser that `refusal` lets pass."""
+    def of(cls, optimiser: Coordinatewise, phi: Params, folded: Folded, sight: Sight) -> "Step":
+        """The step of an optimiser that `refusal` lets pass, its layers multiplied out."""
         step = int(sight.step)
         inputs = {name: ROWS[type(item)](name, item, sight, step) for name, item in optimiser.inputs.items()}  # type: ignore[index]  # a ModuleDict forgets what its modules are
         scale = [factor for rows in inputs.values() for factor in rows.scale]
         finish = UPDATES[type(optimiser.rule)](optimiser.rule, phi, inputs, step)
-        return cls(inputs, Network(fold(optimiser, phi), scale), finish)
+        return cls(inputs, Network(folded, scale), finish)
 
     def buffers(self) -> Buffers:
         """Memory for this step and those after it."""

@@ -170,10 +170,22 @@ def table(coordinates: int, seconds: float) -> None:
 
 
 def growth(seconds: float) -> None:
-    for coordinates in GROWTH:
-        problem = Problem(coordinates)
-        ns = measure({cell: twin(cell, problem, **PLAIN)[1] for cell in CELLS}, coordinates, seconds / len(GROWTH))
-        print(f"{coordinates:>12,}" + "".join(f"  {cell} {value:6.1f} ns" for cell, value in ns.items()))
+    """All sizes take turns, the small ones with several steps each."""
+    rows = {}
+    for cell in CELLS:
+        runs = {str(n): repeated(twin(cell, Problem(n), **PLAIN)[1], -(-1_000_000 // n)) for n in GROWTH}
+        times = measure(runs, 1, seconds / len(CELLS))
+        rows[cell] = [times[str(n)] / (n * -(-1_000_000 // n)) for n in GROWTH]
+    for n, *values in zip(GROWTH, *rows.values(), strict=True):
+        print(f"{n:>12,}" + "".join(f"  {cell} {value:6.1f} ns" for cell, value in zip(CELLS, values, strict=True)))
+
+
+def repeated(run: Run, times: int) -> Run:
+    def step() -> None:
+        for _ in range(times):
+            run()
+
+    return step
 
 
 def main() -> None:

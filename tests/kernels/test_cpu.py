@@ -247,7 +247,7 @@ def test_a_copy_is_a_twin_of_its_own():
 
 
 def test_phi_is_shared():
-    """A change of the reference's parameters is the twin's at once."""
+    """A change of the reference's parameters is the twin's at once, of their numbers or of their dtype."""
     optimiser = reference(items=["log-and-sign"])
     twin, (layout, gradients, params, losses) = kernels.fast(optimiser, "cpu"), problem(30)
     state = twin.init(layout, like=params)
@@ -256,6 +256,12 @@ def test_phi_is_shared():
     wanted = rolled(optimiser.update, state, gradients, params, losses)
     laws.assert_close(rolled(twin.update, state, gradients, params, losses), wanted)
     assert twin.phi().keys() == optimiser.phi().keys()
+    optimiser.float()
+    gradients, params, losses, state = pytree.tree_map(
+        lambda t: t.float() if t.is_floating_point() else t, (gradients, params, losses, state)
+    )
+    wanted = rolled(optimiser.update, state, gradients, params, losses)
+    laws.assert_close(rolled(twin.advance, state, gradients, params, losses), wanted, 2e-6)
 
 
 def test_a_loss_that_is_not_given_is_asked_for():
