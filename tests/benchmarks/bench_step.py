@@ -165,8 +165,8 @@ def table(coordinates: int, seconds: float) -> None:
         print(f"{name:40} {value:8.1f} ns")
     for cell in CELLS:
         print(f"{cell}: twin {ns[f'{cell}, [n, 20]'] / ns[f'{cell}, twin']:.1f} times as fast as [n, 20]")
-    print(f"lstm: {ns['lstm, twin'] / ns['limit for the LSTM']:.2f} times the limit")
-    print(f"lstm: {ns['lstm, twin'] / ns['torch.optim.Adam']:.1f} times Adam")
+    print(f"lstm: {ns['lstm, twin'] / ns['limit for the LSTM']:.2f} times the limit's time")
+    print(f"lstm: {ns['lstm, twin'] / ns['torch.optim.Adam']:.1f} times torch.optim.Adam's time")
 
 
 def growth(seconds: float) -> None:
