@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from implementations import FOLDED, INPUTS, RULES, normal, seeded
 from torch.utils import _pytree as pytree
 
-from l2lopt import kernels, optimisers
+from l2lopt import cells, kernels, optimisers
 from l2lopt.errors import UserError
 from l2lopt.kernels.block import WIDTH
 from l2lopt.kernels.threads import one_each, share_out
@@ -86,6 +86,12 @@ def test_equals_the_reference_with_one_input(item, dtype):
 @pytest.mark.parametrize("cell", ["lstm", "ihc-lstm"])
 def test_equals_the_reference_at_full_size(cell, rule, dtype):
     assert_twin(reference(cell, ["log-and-sign", "rnnprop", "log-step"], rule, dtype, 20), 5003)
+
+
+@pytest.mark.parametrize("cell", ["lstm", "ihc-lstm"])
+def test_input_and_hidden_size_may_differ(cell):
+    network = cells.make(cell, 3, 5)
+    assert_twin(seeded(Coordinatewise({"rnnprop": inputs.RNNprop()}, network, rules.Bounded()), scale=0.3), 100)
 
 
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
