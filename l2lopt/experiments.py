@@ -17,8 +17,9 @@ from l2lopt.errors import UserError
 from l2lopt.evaluation import Evaluation
 from l2lopt.records import Records, existing, write_json, write_text, written_whole
 from l2lopt.tables import Choice
+from l2lopt.threads import cpu_threads
 from l2lopt.training import Trained
-from l2lopt.types import Report, cpu_threads, silent
+from l2lopt.types import Report, silent
 
 _MADE = (
     "config.toml",

@@ -22,7 +22,8 @@ from l2lopt.errors import UserError
 from l2lopt.evaluation import SPLITS, Evaluation, FreeRun, Tuned
 from l2lopt.records import existing, write_json, write_text
 from l2lopt.settings import Settings
-from l2lopt.types import Report, cpu_threads, silent
+from l2lopt.threads import cpu_threads
+from l2lopt.types import Report, silent
 
 
 class Problem(Settings):

@@ -9,9 +9,18 @@ from typing import TypeVar
 
 import torch
 
-from l2lopt.types import cpu_threads
-
 T = TypeVar("T")
+
+
+@contextmanager
+def cpu_threads(count: int | None) -> Iterator[None]:
+    """PyTorch on `count` CPU threads within the block; None changes nothing."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextmanager

@@ -258,17 +258,6 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def cpu_threads(count: int | None) -> Iterator[None]:
-    """PyTorch on `count` CPU threads within the block; None changes nothing."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def detach(tree: Any) -> Any:
     """The same pytree with every tensor cut from its graph."""
     return pytree.tree_map_only(Tensor, Tensor.detach, tree)

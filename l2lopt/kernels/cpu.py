@@ -171,7 +171,7 @@ class CPU(Optimiser):
         statistic = RootMeanSquare(state.layout, batch) if rule.statistic else None
         runs = _runs(grads.numel())
 
-        def forward(index: int) -> list[tuple[Tensor | None, list[tuple[int, float]]]]:
+        def first(index: int) -> list[tuple[Tensor | None, list[tuple[int, float]]]]:
             buffers = idle.pop() if idle else step.buffers()
             results = []
             for block in whole.blocks(*runs[index]):
@@ -181,25 +181,25 @@ class CPU(Optimiser):
             idle.append(buffers)
             return results
 
-        results = [result for run in share_out(forward, len(runs), threads) for result in run]
+        results = [result for run in share_out(first, len(runs), threads) for result in run]
         if statistic:
             if after is None:
                 shared["statistic"] = statistic.total((part for _, parts in results for part in parts), grads)
             measured = (shared if after is None else after)["statistic"]
             factors = (step.finish.scale / measured.double()).flatten().tolist()
 
-            def finish(index: int) -> None:
+            def second(index: int) -> None:
                 start, size = runs[index]
                 part = whole.update.narrow(0, start, size)
                 statistic.divide(start, part, factors)
                 if step.finish.decay:
                     part.add_(whole.params.narrow(0, start, size), alpha=-step.finish.decay)
 
-            share_out(finish, len(runs), threads)
+            share_out(second, len(runs), threads)
         bad = [places for places, _ in results if places is not None]
         if bad:
             places = torch.cat(bad)
-            update.view(-1)[places] = 0
+            whole.update[places] = 0
             counts = torch.bincount(places // grads.shape[-1], minlength=prod(batch))
             shared["skipped"] = shared["skipped"] + counts.view(batch)
         return update, OptimiserState(state.layout, coordinates, shared if after is None else after)

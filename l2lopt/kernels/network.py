@@ -40,7 +40,7 @@ class Network:
     def step(self, buffers: "Buffers", block: Block) -> Tensor:
         """The next h [M, B], written with c' into the block's state, of the features in `buffers.features`.
 
-        Eighteen operations for an LSTM, sixteen for an IHC-LSTM.
+        Seventeen operations for an LSTM, fifteen for an IHC-LSTM.
         """
         buffers.h.copy_(block.before["cell.h"])
         torch.mm(self.first, buffers.stacked, out=buffers.gates)

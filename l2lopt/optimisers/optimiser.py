@@ -59,8 +59,9 @@ class Optimiser(nn.Module, ABC):
         loss: Tensor | None = None,
         after: Params | None = None,
     ) -> tuple[Tensor, OptimiserState]:
-        """`update` for those who need neither the state they hand over again nor the last result: a fast twin
-        overwrites both.
+        """`update` for those who need neither the state they hand over again nor the last result.
+
+        A fast twin overwrites both.
         """
         return self.update(grads, state, params, loss, after)
 

@@ -15,8 +15,8 @@ from torch.nn.functional import linear
 
 from l2lopt import kernels, optimisers
 from l2lopt.kernels.block import WIDTH
-from l2lopt.threads import one_each, share_out
-from l2lopt.types import Layout, cpu_threads
+from l2lopt.threads import cpu_threads, one_each, share_out
+from l2lopt.types import Layout
 
 CELLS = ("lstm", "ihc-lstm")
 PLAIN: dict[str, Any] = {"inputs": ["log-and-sign"], "rule": "additive"}
@@ -165,8 +165,8 @@ def table(coordinates: int, seconds: float) -> None:
         print(f"{name:40} {value:8.1f} ns")
     for cell in CELLS:
         print(f"{cell}: twin {ns[f'{cell}, [n, 20]'] / ns[f'{cell}, twin']:.1f} times as fast as [n, 20]")
-    print(f"lstm: {ns['lstm, twin'] / ns['limit for the LSTM']:.2f} times the limit")
-    print(f"lstm: {ns['lstm, twin'] / ns['torch.optim.Adam']:.1f} times Adam")
+    print(f"lstm: {ns['lstm, twin'] / ns['limit for the LSTM']:.2f} times the limit's time")
+    print(f"lstm: {ns['lstm, twin'] / ns['torch.optim.Adam']:.1f} times torch.optim.Adam's time")
 
 
 def growth(seconds: float) -> None:

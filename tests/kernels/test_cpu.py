@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from implementations import FOLDED, INPUTS, RULES, normal, seeded
 from torch.utils import _pytree as pytree
 
-from l2lopt import kernels, optimisers
+from l2lopt import cells, kernels, optimisers
 from l2lopt.errors import UserError
 from l2lopt.kernels.block import WIDTH
 from l2lopt.optimisers import Coordinatewise, inputs, rules
-from l2lopt.threads import one_each, share_out
-from l2lopt.types import Layout, cpu_threads
+from l2lopt.threads import cpu_threads, one_each, share_out
+from l2lopt.types import Layout
 
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-12}
 SIZES = {"none": 0, "one": 1, "few": 31, "block": WIDTH, "block and one": WIDTH + 1, "prime": 40_009}
@@ -86,6 +86,12 @@ def test_equals_the_reference_with_one_input(item, dtype):
 @pytest.mark.parametrize("cell", ["lstm", "ihc-lstm"])
 def test_equals_the_reference_at_full_size(cell, rule, dtype):
     assert_twin(reference(cell, ["log-and-sign", "rnnprop", "log-step"], rule, dtype, 20), 5003)
+
+
+@pytest.mark.parametrize("cell", ["lstm", "ihc-lstm"])
+def test_input_and_hidden_size_may_differ(cell):
+    network = cells.make(cell, 3, 5)
+    assert_twin(seeded(Coordinatewise({"rnnprop": inputs.RNNprop()}, network, rules.Bounded()), scale=0.3), 100)
 
 
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)

@@ -7,7 +7,7 @@ import laws
 import oracles
 import pytest
 import torch
-from implementations import LEARNED, OPTIMISERS, each, learned, normal, seeded
+from implementations import INPUTS, LEARNED, OPTIMISERS, each, learned, normal, seeded
 
 from l2lopt import optimisers
 from l2lopt.errors import UserError
@@ -134,6 +134,10 @@ def test_the_description_builds_it_again(name, options):
     first, second = (o.update(g, o.init(laws.LAYOUT), params)[0] for o in (optimiser, again))
     laws.assert_same(first, second)
     assert optimiser.description == {"name": name, **options}
+
+
+def test_every_input_has_its_name():
+    assert list(coordinatewise(list(INPUTS)).inputs) == list(INPUTS)
 
 
 def test_first_updates_are_small():
