@@ -199,6 +199,15 @@ def assert_blocks_are_parts_of_the_whole(optimiser: Any) -> None:
         params = params + update
 
 
+def assert_state_keeps_its_structure(optimiser: Any) -> None:
+    """The same leaves in the same order after an update, so that a checkpoint can put them back."""
+    params = normal(7)
+    state = optimiser.init(LAYOUT, like=params)
+    after = optimiser.update(normal(7, seed=1), state, params, loss_at(params))[1]
+    assert pytree.tree_structure(after) == pytree.tree_structure(state)
+    assert [leaf.shape for leaf in pytree.tree_leaves(after)] == [leaf.shape for leaf in pytree.tree_leaves(state)]
+
+
 def assert_state_is_like(optimiser: Any, like: Tensor | None, dtype: torch.dtype) -> None:
     state = optimiser.init(LAYOUT, (2,), like=like)
     assert state.layout == LAYOUT

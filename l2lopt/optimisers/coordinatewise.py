@@ -94,7 +94,8 @@ class Coordinatewise(Optimiser):
 
         update, memory = self.rule(outputs, features, sight, _part(state.coordinates, "rule"), measure)
         coordinates |= {f"rule.{key}": value for key, value in memory.items()}
-        kept = {key: torch.where(finite, value, state.coordinates[key]) for key, value in coordinates.items()}
+        # In the state's own order, which is what a checkpoint's places go by.
+        kept = {key: torch.where(finite, coordinates[key], value) for key, value in state.coordinates.items()}
         return update.where(finite, 0.0), OptimiserState(state.layout, kept, shared if after is None else after)
 
     def _inputs(self) -> dict[str, Input]:

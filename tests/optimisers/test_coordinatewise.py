@@ -39,6 +39,11 @@ def test_blocks_are_parts_of_the_whole(make):
 
 
 @each_optimiser
+def test_state_keeps_its_structure(make):
+    laws.assert_state_keeps_its_structure(make())
+
+
+@each_optimiser
 @pytest.mark.parametrize(("like", "dtype"), [(None, torch.float32), (torch.zeros(1).double(), torch.float64)])
 def test_state_is_like(make, like, dtype):
     laws.assert_state_is_like(make(), like, dtype)
