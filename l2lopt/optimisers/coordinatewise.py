@@ -54,12 +54,13 @@ class Coordinatewise(Optimiser):
         self.coordinatewise = rule.statistic is None
 
     def init(self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None) -> OptimiserState:
-        """The cell's initial state and empty memories."""
-        zero = blank(layout, batch, like)
-        coordinates = {f"{name}.{key}": zero.clone() for name, item in self._inputs().items() for key in item.memory}
+        """The cell's initial state and empty memories: one coordinate's, expanded to all, which takes no memory."""
+        zero = blank(Layout(("any",), ((1,),)), batch, like)
+        one = {f"{name}.{key}": zero.clone() for name, item in self._inputs().items() for key in item.memory}
         x = zero.expand(self.cell.input_size, *zero.shape)
-        coordinates |= {f"cell.{key}": value for key, value in self.cell.initial_state(x).items()}
-        coordinates |= {f"rule.{key}": zero.clone() for key in self.rule.memory}
+        one |= {f"cell.{key}": value for key, value in self.cell.initial_state(x).items()}
+        one |= {f"rule.{key}": zero.clone() for key in self.rule.memory}
+        coordinates = {key: value.expand(*value.shape[:-1], layout.size) for key, value in one.items()}
         shared = {"step": first_step(zero), "skipped": zero.new_zeros(tuple(batch), dtype=torch.int64)}
         if self.rule.statistic:
             shared["statistic"] = zero.new_zeros(*batch, len(layout.names))

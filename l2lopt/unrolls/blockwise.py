@@ -31,6 +31,8 @@ from l2lopt.unrolls.record import Record, Rows
 from l2lopt.unrolls.unroll import MetaGradient, Unroll, UnrollState
 
 Result = TypeVar("Result")
+AT_ONCE = 2**19
+"""Coordinates times steps that a replay keeps, some 600 bytes each."""
 FEW = 8
 """Blocks that are summed up before their sum is kept."""
 
@@ -62,7 +64,8 @@ class Blockwise(Unroll):
         objective: "loss" or "log-loss".
         share: of the coordinates, in (0, 1].
         record: numbers of the record: "full", the gradient's own, or "bfloat16". The optimiser sees them as stored.
-        block: coordinates replayed at once.
+        block: coordinates replayed at once, at most: fewer in windows of more than some hundred steps, so that what a
+            block's replay keeps stays at some hundred megabytes.
         spill: a folder for the record, as memory-mapped files; none: in memory.
     """
 
@@ -155,7 +158,7 @@ class Blockwise(Unroll):
         step, *following = islice(steps, 2)
         others = sum(all(target.batch is not later.batch for later in following) for target in step.targets)
         gradient, (seen,) = _seconds(lambda: [measure(loss, carry.params, carry.aux, step.batch)])
-        few = min(size, self.block)
+        few = min(size, self._block(window))
         part = carry.state._replace(
             layout=carry.state.layout.between(0, few),
             coordinates={name: value[..., :few].clone() for name, value in carry.state.coordinates.items()},
@@ -173,17 +176,16 @@ class Blockwise(Unroll):
             [after.shared] * several,
         )
         back, _ = _seconds(lambda: way.replay(phi, probe))
-        per_number = (
-            (forward + drawn * back / several)
-            / max(theta.numel(), 1)
-            / (torch.get_num_threads() if way.threaded else 1)
-        )
+        threads = torch.get_num_threads() if way.threaded else 1
+        per_number = (forward + drawn * back / several) / max(theta.numel(), 1) / threads
         state = sum(value.numel() * value.element_size() for value in carry.state.coordinates.values())
+        blank = way.threaded and all(_blank(value) for value in carry.state.coordinates.values())
+        kept = 4 * state * few * window * threads // max(numbers, 1)  # what a replay keeps, about four states a step
         plan = Plan(
             window=window,
             vector=ceil(numbers * drawn) * dtype.itemsize,
             per_step=1 + bool(others),
-            state=2 * state + 4 * numbers * carry.params.element_size(),
+            state=(1 if blank else 2) * state + kept + 6 * numbers * carry.params.element_size(),
             available=available_memory(carry.params.device),
             spilt=self.rows.folder is not None,
             seconds=length * ((1 + others) * gradient + numbers * per_number),
@@ -213,13 +215,14 @@ class Blockwise(Unroll):
     def _replayed(self, phi: Params, window: "_Open", way: "_Way") -> dict[str, Tensor]:
         """The window's meta-gradient in float64, block after block, summed in a fixed order."""
         size = window.record.state.layout.size
-        blocks = range(0, size, self.block)
+        block = self._block(len(window.record.grads))
+        blocks = range(0, size, block)
 
         def replay(index: int) -> Params:
             """The sum over a few blocks that follow one another, so that few sums are kept."""
             total = {name: torch.zeros_like(piece, dtype=torch.float64) for name, piece in phi.items()}
             for low in blocks[index * FEW : (index + 1) * FEW]:
-                pieces = way.replay(phi, window.record.window(low, min(low + self.block, size), window.weights))
+                pieces = way.replay(phi, window.record.window(low, min(low + block, size), window.weights))
                 for name, piece in pieces.items():
                     total[name] += piece
             return total
@@ -227,6 +230,10 @@ class Blockwise(Unroll):
         with one_each() as threads:
             totals = share_out(replay, ceil(len(blocks) / FEW), threads if way.threaded else 1)
         return {name: sum((each[name] for each in totals), torch.zeros_like(piece)) for name, piece in phi.items()}
+
+    def _block(self, steps: int) -> int:
+        """Coordinates replayed at once in a window of `steps`."""
+        return min(self.block, max(256, AT_ONCE // max(steps, 1)))
 
 
 class _Open(NamedTuple):
@@ -254,9 +261,13 @@ def _way(update: Update) -> _Way:
 
 def _copy(state: OptimiserState) -> OptimiserState:
     """A state that may be overwritten; blank numbers, which take no memory, are left to be made when written to."""
-    blank = {name for name, value in state.coordinates.items() if value.dim() and value.stride(-1) == 0}
-    own = {name: value if name in blank else value.clone() for name, value in state.coordinates.items()}
+    own = {name: value if _blank(value) else value.clone() for name, value in state.coordinates.items()}
     return state._replace(coordinates=own)
+
+
+def _blank(value: Tensor) -> bool:
+    """Whether it is one column expanded to all."""
+    return value.shape[-1] > 1 and value.stride(-1) == 0
 
 
 def taped_replay(update: Update) -> Replay:

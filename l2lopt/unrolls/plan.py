@@ -16,7 +16,7 @@ class Plan:
         window: K, the steps whose gradients are kept at once.
         vector: what one of them takes.
         per_step: how many there are for each step; one more closes a window.
-        state: θ and the optimiser's state, with the copies that are made.
+        state: θ and the optimiser's state, with the copies that are made, and what the replay of a block keeps.
         available: what is free now.
         spilt: the vectors lie in files, and count for nothing.
         seconds: the whole call, estimated from one gradient, one step and one replay of a block; with the disk apart.
