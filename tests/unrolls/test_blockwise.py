@@ -141,12 +141,12 @@ def test_the_plan_counts_what_will_be_kept():
 
 def test_a_plan_that_does_not_fit_names_the_window_that_does(monkeypatch):
     task = problem()
-    plan = Blockwise().plan(*task[:4], task.steps, 4)
+    plan = Blockwise().plan(*task[:4], task.steps, 240)
     monkeypatch.setattr("l2lopt.unrolls.blockwise.available_memory", lambda _: plan.state + 480 * plan.vector)
     with pytest.raises(UserError, match="truncation to at most 239,"):  # two vectors a step, and one
         Blockwise().plan(*task[:4], task.steps, 240)
     assert Blockwise(truncation=239).plan(*task[:4], task.steps, 300).window == 239
-    Blockwise(spill="/nowhere").plan(*task[:4], task.steps, 300)  # the record lies in files
+    Blockwise(spill="/nowhere").plan(*task[:4], task.steps, 240)  # the record lies in files
     monkeypatch.setattr("l2lopt.unrolls.blockwise.available_memory", lambda _: 10)
     with pytest.raises(UserError, match="even one step"):
         Blockwise().plan(*task[:4], task.steps, 4)
