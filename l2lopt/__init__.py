@@ -1,7 +1,7 @@
 """Neural networks that learn to be optimisers: meta-train them, compare them, use them.
 
-`meta_train`, `evaluate`, `train`, `plot` and `demo` do what the command line does; `save` and `load` keep learned
-optimisers, and `LearnedOptimizer` puts one into any training loop.
+`meta_train`, `evaluate`, `train`, `reproduce`, `plot` and `demo` do what the command line does; `save` and `load` keep
+learned optimisers, and `LearnedOptimizer` puts one into any training loop.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from l2lopt.errors import UserError
     from l2lopt.experiments import demo, evaluate, meta_train, plot, train
+    from l2lopt.studies import reproduce
     from l2lopt.torch_optim import LearnedOptimizer
     from l2lopt.weights import load, save
 
@@ -20,6 +21,7 @@ _HOME = {
     "load": "weights",
     "meta_train": "experiments",
     "plot": "experiments",
+    "reproduce": "studies",
     "save": "weights",
     "train": "experiments",
 }
@@ -34,4 +36,15 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
 
 
-__all__ = ["LearnedOptimizer", "UserError", "demo", "evaluate", "load", "meta_train", "plot", "save", "train"]
+__all__ = [
+    "LearnedOptimizer",
+    "UserError",
+    "demo",
+    "evaluate",
+    "load",
+    "meta_train",
+    "plot",
+    "reproduce",
+    "save",
+    "train",
+]

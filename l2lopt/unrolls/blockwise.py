@@ -33,8 +33,6 @@ from l2lopt.unrolls.unroll import MetaGradient, Unroll, UnrollState
 Result = TypeVar("Result")
 AT_ONCE = 2**19
 """Coordinates times steps that a replay keeps, some 600 bytes each."""
-FEW = 8
-"""Blocks that are summed up before their sum is kept."""
 
 
 class Blockwise(Unroll):
@@ -154,7 +152,7 @@ class Blockwise(Unroll):
         size, numbers = carry.params.shape[-1], carry.params.numel()
         window = max(1, min(length, self.truncation or length))
         dtype = torch.bfloat16 if self.record == "bfloat16" else carry.params.dtype
-        drawn = sum(ceil(self.share * part) for part in carry.state.layout.sizes) / max(size, 1)
+        drawn = sum(ceil(self.share * part) for part in carry.state.layout.sizes) * (numbers // max(size, 1))
         step, *following = islice(steps, 2)
         others = sum(all(target.batch is not later.batch for later in following) for target in step.targets)
         gradient, (seen,) = _seconds(lambda: [measure(loss, carry.params, carry.aux, step.batch)])
@@ -177,18 +175,18 @@ class Blockwise(Unroll):
         )
         back, _ = _seconds(lambda: way.replay(phi, probe))
         threads = torch.get_num_threads() if way.threaded else 1
-        per_number = (forward + drawn * back / several) / max(theta.numel(), 1) / threads
+        work = (numbers * forward + drawn * back / several) / max(theta.numel(), 1) / threads
         state = sum(value.numel() * value.element_size() for value in carry.state.coordinates.values())
         blank = way.threaded and all(_blank(value) for value in carry.state.coordinates.values())
         kept = 4 * state * few * window * threads // max(numbers, 1)  # what a replay keeps, about four states a step
         plan = Plan(
             window=window,
-            vector=ceil(numbers * drawn) * dtype.itemsize,
+            vector=drawn * dtype.itemsize,
             per_step=1 + bool(others),
             state=(1 if blank else 2) * state + kept + 6 * numbers * carry.params.element_size(),
             available=available_memory(carry.params.device),
             spilt=self.rows.folder is not None,
-            seconds=length * ((1 + others) * gradient + numbers * per_number),
+            seconds=length * ((1 + others) * gradient + work),
         )
         plan.check()
         return plan
@@ -217,18 +215,19 @@ class Blockwise(Unroll):
         size = window.record.state.layout.size
         block = self._block(len(window.record.grads))
         blocks = range(0, size, block)
+        few = min(max(len(blocks) // 32, 1), 16)
 
         def replay(index: int) -> Params:
             """The sum over a few blocks that follow one another, so that few sums are kept."""
             total = {name: torch.zeros_like(piece, dtype=torch.float64) for name, piece in phi.items()}
-            for low in blocks[index * FEW : (index + 1) * FEW]:
+            for low in blocks[index * few : (index + 1) * few]:
                 pieces = way.replay(phi, window.record.window(low, min(low + block, size), window.weights))
                 for name, piece in pieces.items():
                     total[name] += piece
             return total
 
         with one_each() as threads:
-            totals = share_out(replay, ceil(len(blocks) / FEW), threads if way.threaded else 1)
+            totals = share_out(replay, ceil(len(blocks) / few), threads if way.threaded else 1)
         return {name: sum((each[name] for each in totals), torch.zeros_like(piece)) for name, piece in phi.items()}
 
     def _block(self, steps: int) -> int:
