@@ -5,6 +5,7 @@ A label starts with the implementation's registered name, so that a test can ask
 
 import tempfile
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -134,6 +135,18 @@ def each(table: Any, factories: bool = False) -> list[Any]:
         pytest.param(make if factories else label, id=label, marks=[pytest.mark.slow] if label in MANY else [])
         for label, make in table.items()
     ]
+
+
+def crossed(table: Any, *axes: Any) -> list[Any]:
+    """The parameters of a test that runs over a table and further axes: all of them, of `MANY` the last of each."""
+    crossings = []
+    for case in each(table):
+        (label,) = case.values
+        values = product(*(axis[-1:] if label in MANY else axis for axis in map(list, axes)))
+        crossings += [
+            pytest.param(label, *more, marks=case.marks, id="-".join(map(str, (label, *more)))) for more in values
+        ]
+    return crossings
 
 
 LEARNED = {label: make for label, make in OPTIMISERS.items() if list(make().parameters())}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from implementations import BLOCKWISE, LEARNED, MIXTURES, each, problem, with_statistics_constant
+from implementations import BLOCKWISE, LEARNED, MIXTURES, crossed, problem, with_statistics_constant
 
 from l2lopt.errors import UserError
 from l2lopt.types import Layout, generator
@@ -19,9 +19,7 @@ DIRECTION = "coordinatewise direction-and-magnitude"
 
 
 @each_blockwise
-@pytest.mark.parametrize("objective", ["loss", "log-loss"])
-@pytest.mark.parametrize("rule", each(LEARNED))
-@pytest.mark.parametrize("mixture", MIXTURES)
+@pytest.mark.parametrize(("rule", "mixture", "objective"), crossed(LEARNED, MIXTURES, ["loss", "log-loss"]))
 def test_meta_gradient_is_exact(make, objective, rule, mixture):
     """Against the `torch.func` oracle, statistics over a tensor taken as constants."""
     task = with_statistics_constant(problem(rule, mixture=mixture))

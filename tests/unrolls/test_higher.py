@@ -6,7 +6,7 @@ import weakref
 
 import laws
 import pytest
-from implementations import LEARNED, MIXTURES, MODULE_UNROLLS, OPTIMISERS, SAMPLED, each, module_optimisee, problem
+from implementations import LEARNED, MIXTURES, MODULE_UNROLLS, OPTIMISERS, SAMPLED, crossed, module_optimisee, problem
 from torch import nn
 
 from l2lopt import unrolls
@@ -31,8 +31,7 @@ def run_of(optimiser=DIRECTION, optimisee="mlp", mixture="next batch and heldout
 
 
 @exact
-@pytest.mark.parametrize("objective", ["loss", "log-loss"])
-@pytest.mark.parametrize("rule", each(LEARNED))
+@pytest.mark.parametrize(("rule", "objective"), crossed(LEARNED, ["loss", "log-loss"]))
 def test_meta_gradient_is_exact(order, make, objective, rule):
     laws.assert_meta_gradient_is_exact(make(objective=objective), run_of(rule), order, objective)
 
@@ -91,8 +90,7 @@ def test_finite_differences_agree(make, objective):
 
 
 @each_module_unroll
-@pytest.mark.parametrize("mixture", ["next batch", "heldout"])
-@pytest.mark.parametrize("rule", each(OPTIMISERS))
+@pytest.mark.parametrize(("rule", "mixture"), crossed(OPTIMISERS, ["next batch", "heldout"]))
 def test_runs_the_inner_loop(make, rule, mixture):
     laws.assert_runs_the_inner_loop(make(), run_of(rule, "module with batch norm", mixture))
 

@@ -3,7 +3,7 @@
 import laws
 import pytest
 import torch
-from implementations import EXACT_UNROLLS, LEARNED, MIXTURES, OPTIMISERS, UNROLLS, each, problem
+from implementations import EXACT_UNROLLS, LEARNED, MIXTURES, OPTIMISERS, UNROLLS, crossed, each, problem
 
 from l2lopt import unrolls
 from l2lopt.errors import UserError
@@ -15,9 +15,7 @@ DIRECTION = "coordinatewise direction-and-magnitude"
 
 
 @exact
-@pytest.mark.parametrize("objective", ["loss", "log-loss"])
-@pytest.mark.parametrize("rule", each(LEARNED))
-@pytest.mark.parametrize("mixture", MIXTURES)
+@pytest.mark.parametrize(("rule", "mixture", "objective"), crossed(LEARNED, MIXTURES, ["loss", "log-loss"]))
 def test_meta_gradient_is_exact(name, objective, rule, mixture):
     order, make = EXACT_UNROLLS[name]
     laws.assert_meta_gradient_is_exact(make(objective=objective), problem(rule, mixture=mixture), order, objective)
@@ -32,9 +30,8 @@ def test_meta_gradient_is_exact_on_every_kind_of_optimisee(name, optimisee, seed
     laws.assert_meta_gradient_is_exact(make(), task, order, "loss")
 
 
-@pytest.mark.parametrize("objective", ["loss", "log-loss"])
 @pytest.mark.parametrize("name", [name for name, (order, _) in EXACT_UNROLLS.items() if order == 2])
-@pytest.mark.parametrize("rule", each(LEARNED))
+@pytest.mark.parametrize(("rule", "objective"), crossed(LEARNED, ["loss", "log-loss"]))
 def test_finite_differences_agree(name, objective, rule):
     unroll = EXACT_UNROLLS[name][1](objective=objective)
     laws.assert_finite_differences_agree(unroll, problem(rule, "quadratic", seeds=1, length=3))
@@ -62,8 +59,7 @@ def test_the_loss_and_the_parameters_are_inputs_too(name, objective):
 
 
 @each_unroll
-@pytest.mark.parametrize("mixture", ["next batch", "heldout"])
-@pytest.mark.parametrize("rule", each(OPTIMISERS))
+@pytest.mark.parametrize(("rule", "mixture"), crossed(OPTIMISERS, ["next batch", "heldout"]))
 def test_runs_the_inner_loop(make, rule, mixture):
     laws.assert_runs_the_inner_loop(make(), problem(rule, "module with batch norm", mixture, length=3))
 
@@ -81,15 +77,13 @@ def test_pieces_make_the_whole(make, length):
 
 
 @each_unroll
-@pytest.mark.parametrize("rule", each(LEARNED))
-@pytest.mark.parametrize("length", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize(("rule", "length"), crossed(LEARNED, [1, 2, 5, 9, 3]))
 def test_truncation_sums_pieces(make, rule, length):
     laws.assert_truncation_sums_pieces(make(truncation=length), make(), problem(rule, length=5), length)
 
 
 @each_unroll
-@pytest.mark.parametrize("rule", ["sgd", *each(LEARNED)])
-@pytest.mark.parametrize("seeds", [1, (1, 2)], ids=["run", "rows"])
+@pytest.mark.parametrize(("rule", "seeds"), crossed({"sgd": None} | LEARNED, [1, (1, 2)]))
 def test_empty_unroll_gives_zeros(make, rule, seeds):
     laws.assert_empty_unroll_gives_zeros(make(), problem(rule, seeds=seeds))
 
@@ -100,9 +94,9 @@ def test_changes_nothing(make):
 
 
 @each_unroll
-@pytest.mark.parametrize("rule", ["sgd", *each(LEARNED)])
-@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-@pytest.mark.parametrize("objective", ["loss", "log-loss"])
+@pytest.mark.parametrize(
+    ("rule", "bad", "objective"), crossed({"sgd": None} | LEARNED, [float("inf"), float("nan")], ["loss", "log-loss"])
+)
 def test_divergence_is_data(make, rule, bad, objective):
     laws.assert_divergence_is_data(make(objective=objective), problem(rule, mixture="next batch"), bad)
 
