@@ -202,7 +202,10 @@ def meta_train(
             loss = rescaled(flat_loss(run.optimisee, run.layout), run.scale)
             steps = inner_steps(run.optimisee, unrolls.targets, run.seed, 0, count)
             found = unroll.plan(way, loss, optimiser.phi(), run.carry, steps, count)
-            logging.getLogger("l2lopt").info("a meta-gradient of %d steps: %s", count, found)
+            logger = logging.getLogger("l2lopt")
+            logger.info("a meta-gradient of %d steps: %s", count, found)
+            if "statistic" in run.carry.state.shared:
+                logger.info("the slope of the rule's statistic over a tensor is left out; the estimator taped keeps it")
 
     def validate(update: int) -> None:
         value = score(optimiser)
