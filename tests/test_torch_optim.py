@@ -7,7 +7,7 @@ import pytest
 import torch
 from implementations import OPTIMISERS, normal, seeded
 
-from l2lopt import LearnedOptimizer, UserError, optimisers, weights
+from l2lopt import LearnedOptimizer, UserError, kernels, optimisers, weights
 from l2lopt.torch_table import TORCH
 from l2lopt.types import Layout
 
@@ -42,7 +42,7 @@ def bumpy(params, step):
 def test_equals_the_rule_run_by_hand_to_the_bit(rule):
     params = start()
     layout, theta = Layout.of(params), Layout.of(params).ravel(params).detach()
-    by_hand, state = rule(), rule().init(layout, like=theta)
+    by_hand, state = kernels.fast(rule()), rule().init(layout, like=theta)
     for step in range(6):
         leaf = theta.clone().requires_grad_()
         loss = bumpy(layout.unravel(leaf), step)
@@ -197,16 +197,13 @@ def test_the_callers_rule_is_left_alone():
     [
         (torch.eye(2).to_sparse(), "sparse_coo float32"),
         (torch.eye(2, dtype=torch.complex64), "strided complex64"),
-        (torch.eye(2, dtype=torch.bfloat16), "strided bfloat16"),
     ],
 )
 def test_a_gradient_that_no_rule_takes_is_refused_and_nothing_moves(grad, found):
     good, bad = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.eye(2).to(grad.dtype))
     good.grad, bad.grad = torch.ones(2), grad
     optimizer = LearnedOptimizer([("good", good), ("bad", bad)], optimisers.SGD(0.1))
-    with pytest.raises(
-        UserError, match=f"parameter 'bad': expected a dense float32 or float64 gradient, found {found}"
-    ):
+    with pytest.raises(UserError, match=f"parameter 'bad': expected a dense real gradient, found {found}"):
         optimizer.step()
     assert torch.equal(good, torch.ones(2))
 
