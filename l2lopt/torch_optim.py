@@ -38,9 +38,9 @@ class LearnedOptimizer(torch.optim.Optimizer):
     then on.
 
     Rules compute in float32 (in float64 for float64 parameters) from copies of gradients and parameters; the new
-    parameters are rounded to their dtype, and no float32 master copy is kept. While a vector steps it takes 16 bytes a
-    parameter beside its state. The rules work on copies of φ that are never trained here, and `param_groups` and
-    `state_dict()` hold tensors and plain values only: a group's "weights" is the hash of its rule.
+    parameters are rounded to their dtype, and no float32 master copy is kept. A step takes 16 bytes a parameter of the
+    vector beside the state, 4 of which stay. The rules work on copies of φ that are never trained here, and
+    `param_groups` and `state_dict()` hold tensors and plain values only: a group's "weights" is the hash of its rule.
 
     With a `fallback`, its state goes along beside the rule's. Once an update of the rule is not finite, or the loss
     told is not finite or above `DIVERGED` times the first one told, all groups with a fallback take its updates for
@@ -235,7 +235,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
             update = update.clamp(-group["max_update"], group["max_update"])
         if group["weight_decay"]:
             update = update - group["weight_decay"] * theta
-        vector.scatter(theta + group["lr"] * update)
+        vector.scatter(theta.add_(group["lr"] * update))
 
     def _watch(self, loss: Tensor) -> None:
         """Goes over to the fallback where the loss has diverged."""
