@@ -83,7 +83,10 @@ class FlatVector:
             for index, part in enumerate(self.layout.split(flat)):
                 view = part.view((*part.shape[:-1], *self.params[index].shape))
                 self._views[index][name] = self.own[index][name] = view
-        shared = {key: self.own[0].get(prefix + key, value) for key, value in fresh.shared.items()}
+        shared = {
+            key: torch.as_tensor(self.own[0].get(prefix + key, value), dtype=value.dtype, device=value.device)
+            for key, value in fresh.shared.items()
+        }
         return OptimiserState(self.layout, coordinates, shared)
 
     def _in_pieces(

@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -95,6 +95,8 @@ class LearnedOptimizer(torch.optim.Optimizer):
                     remedy = "make the optimiser with the rules it was saved with, or begin without its state"
                     raise UserError("load_state_dict", expected=expected, found=found, remedy=remedy)
         super().__setstate__(state)
+        for group, (key, value) in product(self.param_groups, self.defaults.items()):
+            group.setdefault(key, value)  # where an older release knew an option less
         self._forget()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -1,10 +1,12 @@
 """Our optimisers as `torch.optim.Optimizer`: the same numbers, and torch.optim's own manners."""
 
+import gc
 import logging
 import math
 import pickle
 import subprocess
 import sys
+import weakref
 from copy import deepcopy
 from functools import partial
 
@@ -268,13 +270,15 @@ def test_ranks_and_dtypes(rule, dtype):
 def test_memory_formats_do_not_matter():
     plain = torch.nn.Parameter(normal(2, 3, 4, 4).float())
     odd = torch.nn.Parameter(plain.detach().contiguous(memory_format=torch.channels_last))
+    rare = torch.nn.Parameter(torch.stack([plain.detach(), plain.detach()], dim=-1)[..., 0])
     grads = normal(3, 2, 3, 4, 4, seed=1).float()
-    for param, grad in ((plain, grads), (odd, grads.transpose(-1, -2).contiguous().transpose(-1, -2))):
+    turned = grads.transpose(-1, -2).contiguous().transpose(-1, -2)
+    for param, grad in ((plain, grads), (odd, turned), (rare, grads)):
         optimizer = LearnedOptimizer([param], LSTM())
         for step in range(3):
             param.grad = grad[step]
             optimizer.step()
-    laws.assert_same(odd.detach().contiguous(), plain.detach())
+    laws.assert_same((odd.detach().contiguous(), rare.detach().contiguous()), (plain.detach(), plain.detach()))
     assert odd.is_contiguous(memory_format=torch.channels_last)
 
 
@@ -601,6 +605,37 @@ def test_the_state_of_other_rules_is_refused(other, message):
     laws.assert_same(another.state_dict(), before)
     with pytest.raises(UserError, match=r"found that of weights None"):
         another.load_state_dict(torch.optim.SGD(params.values(), lr=0.1).state_dict())
+
+
+def test_a_state_of_another_kind_is_taken_up():
+    """A step count that is a number, options that were not there yet, parameters of another dtype."""
+    params = start()
+    optimizer = LearnedOptimizer(params.values(), optimisers.adam(0.01))
+    descend(params, optimizer, range(3))
+    saved = deepcopy(optimizer.state_dict())
+    for own in saved["state"].values():
+        own["step"] = own["step"].item()
+    del saved["param_groups"][0]["max_update"], saved["param_groups"][0]["state_dtype"]
+    single = {name: torch.nn.Parameter(value.detach().float()) for name, value in params.items()}
+    other = LearnedOptimizer(single.values(), optimisers.adam(0.01))
+    other.load_state_dict(saved)
+    laws.assert_close(
+        {name: value.double() for name, value in descend(single, other, range(3, 6)).items()},
+        descend(params, optimizer, range(3, 6)),
+        1e-6,
+    )
+    assert other.state[single["matrix"]]["m"].dtype == torch.float32
+
+
+def test_it_goes_when_nobody_holds_it():
+    params = start()
+    optimizer = LearnedOptimizer(params.values(), LSTM(), fallback="adam")
+    descend(params, optimizer, range(2))
+    gone = weakref.ref(optimizer)
+    gc.disable()
+    del optimizer
+    gc.enable()
+    assert gone() is None
 
 
 def test_the_hash_is_that_of_numbers_and_description():
