@@ -1,15 +1,16 @@
 """Parameters that step together as one flat vector, and what `torch.optim` sees of a rule's state on them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from l2lopt.optimisers import Coordinatewise, Optimiser
 from l2lopt.types import Layout, OptimiserState, Params
 
-PIECE = 2**18
+PIECE = 2**16
 """Coordinates at once where the state is kept in another dtype than the rule computes in."""
 
 
@@ -108,6 +109,50 @@ class FlatVector:
         if "statistic" in shared:
             shared["statistic"] = torch.cat([result["statistic"] for result in results], dim=-1)
         return torch.cat(updates), shared
+
+
+def vectors_of(
+    group: Mapping[str, Any], state: MutableMapping[Tensor, dict[str, Any]], kept: dict[int, FlatVector]
+) -> list[FlatVector]:
+    """The parameters of a group that have a gradient, as the flat vectors that they make.
+
+    Each has its vector's number in `state[p]["vector"]`; those that step without others of theirs get a new one.
+
+    Args:
+        group: of `torch.optim`.
+        state: of the optimiser; changed in place.
+        kept: number → vector, from the last call; changed in place.
+    """
+    members: dict[Any, dict[str, Tensor]] = {}
+    for name, param in zip(names_of(group), group["params"], strict=True):
+        known = "vector" in state.get(param, ())
+        if known or param.grad is not None:
+            key = state[param]["vector"] if known else (param.dtype, param.device)
+            members.setdefault(key, {})[name] = param
+    vectors, number = [], max((key for key in members if isinstance(key, int)), default=-1)
+    for key, vector in members.items():
+        present = {name: param for name, param in vector.items() if param.grad is not None}
+        if not present:
+            continue
+        if len(present) < len(vector) or not isinstance(key, int):
+            for param in vector.values():
+                if param.grad is None:  # a view would keep the memory of all
+                    state[param].update(pytree.tree_map_only(Tensor, torch.clone, state[param]))
+            kept.pop(key, None)
+            key = number = number + 1
+            for param in present.values():
+                state[param]["vector"] = number
+        params = list(present.values())
+        own = [state[param] for param in params]
+        if key not in kept or not kept[key].holds(params, own):
+            kept[key] = FlatVector(present, own)
+        vectors.append(kept[key])
+    return vectors
+
+
+def names_of(group: Mapping[str, Any]) -> list[str]:
+    """The names of a group's parameters, or their numbers."""
+    return group.get("param_names") or [f"p{index}" for index in range(len(group["params"]))]
 
 
 def cut(layout: Layout, rule: Optimiser) -> list[tuple[int, int, Layout]]:

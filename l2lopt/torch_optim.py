@@ -4,21 +4,21 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
-from torch.utils import _pytree as pytree
 
 from l2lopt import kernels, optimisers
 from l2lopt import weights as files
 from l2lopt.errors import UserError, above_0, at_least_0, did_you_mean
-from l2lopt.flat_vectors import FlatVector, computes_in
+from l2lopt.flat_vectors import FlatVector, computes_in, names_of, vectors_of
 from l2lopt.optimisers import Optimiser
 from l2lopt.optimisers.inputs import Loss
+from l2lopt.torch_state import restore
 
 Weights: TypeAlias = str | Path | Mapping[str, Any] | Optimiser
 """A file that `l2lopt meta-train` has left, a choice by name such as {"name": "adam", "lr": 0.001}, or an optimiser."""
@@ -58,7 +58,9 @@ class LearnedOptimizer(torch.optim.Optimizer):
         fallback: a hand-made rule by name (its lr is 0.001 then), choice or optimiser; groups whose own rule is
             hand-made have none unless they ask.
         state_dtype: of what is kept between steps, the fallback's apart: "float32" (float64 for float64 parameters), or
-            "bfloat16", rounded at each step, in which running means with β above 0.996 stand still.
+            "bfloat16", rounded at each step, in which running means with β above 0.996 may stand still. A step then
+            needs the float32 state of `flat_vectors.PIECE` coordinates at once, or of a whole tensor for rules that
+            take a statistic over it.
         capturable: refused.
 
     Raises:
@@ -80,8 +82,9 @@ class LearnedOptimizer(torch.optim.Optimizer):
         options = {"lr": lr, "weight_decay": weight_decay, "max_update": max_update}
         rules = {"weights": self._known(weights), "fallback": self._spare(fallback)}
         place = {"first_loss": None, "fallen_back": False}
+        torchs = {"capturable": capturable, "differentiable": False}  # torch.optim adds the second on loading
         self._forget()
-        super().__init__(params, options | rules | place | {"state_dtype": state_dtype, "capturable": capturable})
+        super().__init__(params, options | rules | place | {"state_dtype": state_dtype} | torchs)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_rules": self._rules}  # torch.optim leaves a subclass's own out of copies
@@ -141,7 +144,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
             if told is not None:
                 self._watch(told)
             for index, group in enumerate(self.param_groups):
-                for vector in self._vectors(index, group):
+                for vector in vectors_of(group, self.state, self._flat.setdefault(index, {})):
                     self._move(vector, group, told)
         return value
 
@@ -179,44 +182,18 @@ class LearnedOptimizer(torch.optim.Optimizer):
 
     def _forget(self) -> None:
         """Drops what can be made again from `state` and the rules."""
-        self._flat: dict[tuple[int, int], FlatVector] = {}
+        self._flat: dict[int, dict[int, FlatVector]] = {}
         self._fast: dict[tuple[str, torch.dtype, torch.device], Optimiser] = {}
 
     def _refuse(self, loss: Tensor | float | None) -> None:
         """Raises what a step would raise, before anything moves."""
         for group in self.param_groups:
-            for name, param in zip(_names(group), group["params"], strict=True):
+            for name, param in zip(names_of(group), group["params"], strict=True):
                 _check_gradient(name, param)
             rule = self._rules[group["weights"]]
             if loss is None and any(isinstance(part, Loss) for part in rule.modules()):
                 expected, remedy = "the loss of this step", "call step(loss=…) or step(closure)"
                 raise UserError("input 'loss'", expected=expected, found="none", remedy=remedy)
-
-    def _vectors(self, index: int, group: dict[str, Any]) -> list[FlatVector]:
-        """The parameters of a group that have a gradient, as the flat vectors that they make."""
-        members: dict[Any, dict[str, Tensor]] = {}
-        for name, param in zip(_names(group), group["params"], strict=True):
-            known = "vector" in self.state.get(param, ())
-            if known or param.grad is not None:
-                key = self.state[param]["vector"] if known else (param.dtype, param.device)
-                members.setdefault(key, {})[name] = param
-        vectors, number = [], max((key for key in members if isinstance(key, int)), default=-1)
-        for key, vector in members.items():
-            present = {name: param for name, param in vector.items() if param.grad is not None}
-            if present and (len(present) < len(vector) or not isinstance(key, int)):
-                key = number = number + 1
-                for name, param in vector.items():
-                    if name in present:
-                        self.state[param]["vector"] = number
-                    else:  # a view would keep the memory of all
-                        self.state[param].update(pytree.tree_map_only(Tensor, torch.clone, self.state[param]))
-            if present:
-                params = list(present.values())
-                own = [self.state[param] for param in params]
-                if (index, key) not in self._flat or not self._flat[index, key].holds(params, own):
-                    self._flat[index, key] = FlatVector(present, own)
-                vectors.append(self._flat[index, key])
-        return vectors
 
     def _move(self, vector: FlatVector, group: dict[str, Any], loss: Tensor | None) -> None:
         """One step of a flat vector."""
@@ -261,44 +238,6 @@ class LearnedOptimizer(torch.optim.Optimizer):
         if (mark, dtype, device) not in self._fast:
             self._fast[mark, dtype, device] = kernels.fast(deepcopy(self._rules[mark]).to(device, dtype))
         return self._fast[mark, dtype, device]
-
-
-def restore(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """`load_state_dict` to the bit: state keeps its own dtype (torch.optim gives it the parameter's), and is copied.
-
-    It runs after the optimiser's own pre-hooks, and before its post-hooks.
-    """
-    read: dict[str, Any] = {}
-
-    def keep(_: torch.optim.Optimizer, given: dict[str, Any]) -> None:
-        read.update(given)
-
-    def put_back(_: torch.optim.Optimizer) -> None:
-        saved = deepcopy(read["state"])
-        numbers = chain.from_iterable(group["params"] for group in read["param_groups"])
-        params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-        for number, param in zip(numbers, params, strict=True):
-            if number in saved:
-                optimizer.state[param] = pytree.tree_map(_placed, saved[number], optimizer.state[param])
-
-    handles = [
-        optimizer.register_load_state_dict_pre_hook(keep),
-        optimizer.register_load_state_dict_post_hook(put_back, prepend=True),
-    ]
-    try:
-        torch.optim.Optimizer.load_state_dict(optimizer, dict(state_dict))
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _placed(saved: Any, loaded: Any) -> Any:
-    """The saved value where torch.optim would have put it."""
-    return saved.to(loaded.device) if isinstance(saved, Tensor) else saved
-
-
-def _names(group: Mapping[str, Any]) -> list[str]:
-    return group.get("param_names") or [f"p{index}" for index in range(len(group["params"]))]
 
 
 def _check(group: Mapping[str, Any]) -> None:

@@ -27,6 +27,7 @@ FLOORS = {
     "l2lopt.plotting": 2,
     "l2lopt.store": 2,
     "l2lopt.cells": 1,
+    "l2lopt.torch_state": 1,
     "l2lopt.torch_table": 1,
     "l2lopt.unrolls": 1,
     "l2lopt.optimisee": 1,
