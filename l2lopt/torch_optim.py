@@ -42,9 +42,10 @@ class LearnedOptimizer(torch.optim.Optimizer):
     vector beside the state, 4 of which stay. The rules work on copies of φ that are never trained here, and
     `param_groups` and `state_dict()` hold tensors and plain values only: a group's "weights" is the hash of its rule.
 
-    With a `fallback`, its state goes along beside the rule's. Once an update of the rule is not finite, or the loss
-    told is not finite or above `DIVERGED` times the first one told, all groups with a fallback take its updates for
-    good ("fallen_back" in the group), and a warning is logged. To look costs a GPU a synchronisation a step.
+    With a `fallback`, its state ("fallback.…" in `state[p]`) goes along beside the rule's. Once an update of the rule
+    is not finite, or the loss told is not finite or above `DIVERGED` times the first one told, all groups with a
+    fallback take its updates for good ("fallen_back" in the group), and a warning is logged. To look costs a GPU a
+    synchronisation a step.
 
     CUDA graphs are refused: the rules read the step count, and guards their findings, on the host.
 

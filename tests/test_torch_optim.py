@@ -636,6 +636,23 @@ def test_a_state_of_another_kind_is_taken_up():
     assert other.state[single["matrix"]]["m"].dtype == torch.float32
 
 
+def test_a_state_by_names_goes_on_as_distributed_checkpoints_have_it():
+    by_names = pytest.importorskip("torch.distributed.checkpoint.state_dict")
+
+    def made():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
+        adam = {"params": model[1].parameters(), "weights": {"name": "adam", "lr": 0.1}}
+        return model, LearnedOptimizer([{"params": model[0].parameters()}, adam], LSTM(), fallback="adam")
+
+    (model, optimizer), (other, another) = made(), made()
+    descend(dict(model.named_parameters()), optimizer, range(3))
+    other.load_state_dict(model.state_dict())
+    by_names.set_optimizer_state_dict(other, another, by_names.get_optimizer_state_dict(model, optimizer))
+    expected = descend(dict(model.named_parameters()), optimizer, range(3, 6))
+    laws.assert_same(descend(dict(other.named_parameters()), another, range(3, 6)), expected)
+
+
 def test_it_goes_when_nobody_holds_it():
     params = start()
     optimizer = LearnedOptimizer(params.values(), LSTM(), fallback="adam")
