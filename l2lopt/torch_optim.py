@@ -1,168 +1,263 @@
 """Any optimiser of this library as a `torch.optim.Optimizer`, for other people's training loops."""
 
+import logging
+import math
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from itertools import chain
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
-from torch.utils import _pytree as pytree
 
+from l2lopt import kernels, optimisers
 from l2lopt import weights as files
-from l2lopt.errors import UserError, at_least_0
+from l2lopt.errors import UserError, above_0, at_least_0, did_you_mean
+from l2lopt.flat_vectors import FlatVector, computes_in, names_of, vectors_of
 from l2lopt.optimisers import Optimiser
-from l2lopt.types import Layout, OptimiserState
+from l2lopt.optimisers.inputs import Loss
+from l2lopt.torch_state import restore
+
+Weights: TypeAlias = str | Path | Mapping[str, Any] | Optimiser
+"""A file that `l2lopt meta-train` has left, a choice by name such as {"name": "adam", "lr": 0.001}, or an optimiser."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+STATE_DTYPES = ("float32", "bfloat16")
+DIVERGED = 10.0
+"""A loss above this many times the first one told has diverged."""
 
 
 class LearnedOptimizer(torch.optim.Optimizer):
-    """Drives an `Optimiser`, learned or hand-made: θ ← θ + lr · update.
+    """Drives an `Optimiser`, learned or hand-made: θ ← θ + lr · (u − λθ), with u its update.
 
-    The parameters of a group are one flat vector. `state[p]` holds p's part of the state, each array as a view shaped
-    (features…, *p.shape), what all coordinates share ("step" and the like), and "vector", the number of the flat
-    vector that p belongs to. A parameter without a gradient neither moves nor changes its state, its step count
-    included; those that go on without it are a flat vector of their own from then on.
+    The parameters of a group are one flat vector (see `flat_vectors`) and take the rule's fast step. `state[p]` holds
+    p's part of the state, each array as a view shaped (features…, *p.shape), what all coordinates share ("step" and the
+    like), and "vector", the number of the flat vector that p belongs to. A parameter without a gradient neither moves
+    nor changes its state, its step count included; those that go on without it are a flat vector of their own from
+    then on.
 
-    The rule works on a copy of φ that is never trained here. A step takes the rule's own time and two copies of state
-    and parameters.
+    Rules compute in float32 (in float64 for float64 parameters) from copies of gradients and parameters; the new
+    parameters are rounded to their dtype, and no float32 master copy is kept. A step takes 16 bytes a parameter of the
+    vector beside the state, 4 of which stay. The rules work on copies of φ that are never trained here, and
+    `param_groups` and `state_dict()` hold tensors and plain values only: a group's "weights" is the hash of its rule.
+
+    With a `fallback`, its state ("fallback.…" in `state[p]`) goes along beside the rule's. Once an update of the rule
+    is not finite, or the loss told is not finite or above `DIVERGED` times the first one told, all groups with a
+    fallback take its updates for good ("fallen_back" in the group), and a warning is logged. To look costs a GPU a
+    synchronisation a step.
+
+    CUDA graphs are refused: the rules read the step count, and guards their findings, on the host.
 
     Args:
-        params: tensors, (name, tensor) pairs, or groups of them as tables with their own `lr`; float32 or float64.
-        weights: a file that `l2lopt meta-train` has left, or an optimiser.
-        lr: multiplies the update; schedulers change it.
+        params: tensors, (name, tensor) pairs, or groups of them as tables, which may have any of the options below for
+            themselves; float32, bfloat16, float16 or float64.
+        weights: the rule: a file, a choice by name, or an optimiser.
+        lr: multiplies update and decay; schedulers change it.
+        weight_decay: λ, decoupled: θ ← θ − lr·λ·θ.
+        max_update: the largest size of a coordinate of u, before lr; None is no bound.
+        fallback: a hand-made rule by name (its lr is 0.001 then), choice or optimiser; groups whose own rule is
+            hand-made have none unless they ask.
+        state_dtype: of what is kept between steps, the fallback's apart: "float32" (float64 for float64 parameters), or
+            "bfloat16", rounded at each step, in which running means with β above 0.996 may stand still. A step then
+            needs the float32 state of `flat_vectors.PIECE` coordinates at once, or of a whole tensor for rules that
+            take a statistic over it.
+        capturable: refused.
 
     Raises:
-        UserError: for a missing, damaged or foreign file, or an lr below 0.
+        UserError: for a missing, damaged or foreign file, or an option that is out of its range.
     """
 
-    def __init__(self, params: ParamsT, weights: str | Path | Optimiser, lr: float = 1.0) -> None:
-        at_least_0("LearnedOptimizer", lr=lr)
-        rule = deepcopy(weights) if isinstance(weights, Optimiser) else files.load(weights)
-        self._rule = rule.requires_grad_(False)
-        self._rules: dict[tuple[torch.dtype, torch.device], Optimiser] = {}
-        self._shared = tuple(rule.init(Layout(("p0",), ((1,),))).shared)
-        super().__init__(params, {"lr": lr})
+    def __init__(
+        self,
+        params: ParamsT,
+        weights: Weights,
+        lr: float | Tensor = 1.0,
+        weight_decay: float = 0.0,
+        max_update: float | None = None,
+        fallback: str | Mapping[str, Any] | Optimiser | None = None,
+        state_dtype: str = "float32",
+        capturable: bool = False,
+    ) -> None:
+        self._rules: dict[str, Optimiser] = {}
+        options = {"lr": lr, "weight_decay": weight_decay, "max_update": max_update}
+        rules = {"weights": self._known(weights), "fallback": self._spare(fallback)}
+        place = {"first_loss": None, "fallen_back": False}
+        torchs = {"capturable": capturable, "differentiable": False}  # torch.optim adds the second on loading
+        self._forget()
+        super().__init__(params, options | rules | place | {"state_dtype": state_dtype} | torchs)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_rule": self._rule, "_rules": self._rules, "_shared": self._shared}
-        return {**super().__getstate__(), **own}  # torch.optim leaves a subclass's own out of copies and pickles
+        return {**super().__getstate__(), "_rules": self._rules}  # torch.optim leaves a subclass's own out of copies
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Takes up a copy, or what `load_state_dict` has read; a state of other rules is refused before anything."""
+        for group, saved in zip(self.__dict__.get("param_groups", []), state["param_groups"], strict=False):
+            for key in ("weights", "fallback"):
+                if saved.get(key) != group[key]:
+                    expected, found = f"the state of {key} {group[key]}", f"that of {key} {saved.get(key)}"
+                    remedy = "make the optimiser with the rules it was saved with, or begin without its state"
+                    raise UserError("load_state_dict", expected=expected, found=found, remedy=remedy)
+        super().__setstate__(state)
+        for group, (key, value) in product(self.param_groups, self.defaults.items()):
+            group.setdefault(key, value)  # where an older release knew an option less
+        self._forget()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters with options of their own; the table stays as it is.
+
+        Raises:
+            UserError: as for the options of the constructor.
+        """
+        group = self.defaults | param_group
+        if "weights" in param_group:
+            group["weights"] = self._known(group["weights"])
+        if "fallback" in param_group:
+            group["fallback"] = self._spare(group["fallback"])
+        elif not self._rules[group["weights"]].phi():
+            group["fallback"] = None
+        _check(group)
+        super().add_param_group(group)
 
     def step(  # type: ignore[override]  # torch.optim has no loss
-        self, closure: Callable[[], Tensor] | None = None, *, loss: Tensor | None = None
+        self, closure: Callable[[], Tensor] | None = None, *, loss: Tensor | float | None = None
     ) -> Tensor | None:
         """One update of every parameter that has a gradient.
 
         Args:
             closure: computes loss and gradients; called once.
-            loss: of these gradients, where there is no closure; only rules that look at the loss need it.
+            loss: of these gradients, unscaled, where there is no closure; for rules that look at it and for the guard.
 
         Returns:
             What the closure returned.
 
         Raises:
-            UserError: for a gradient that is sparse or neither float32 nor float64, or a loss that is wanting; nothing
-                has moved then.
+            UserError: for a gradient that is sparse, complex or of integers, or a loss that is wanting; nothing has
+                moved then.
         """
         value = None
         if closure is not None:
             with torch.enable_grad():
                 value = loss = closure()
         with torch.no_grad():
-            vectors = [(group, vector) for group in self.param_groups for vector in self._vectors(group)]
-            changes = [self._change(vector, loss) for _, vector in vectors]
-            for (group, vector), (update, state) in zip(vectors, changes, strict=True):
-                for param, part in zip(vector.values(), state.layout.split(group["lr"] * update), strict=True):
-                    param.add_(part.view(param.shape))
-                self._keep(vector, state)
+            self._refuse(loss)
+            told = None if loss is None else torch.as_tensor(loss).detach()
+            if told is not None:
+                self._watch(told)
+            for index, group in enumerate(self.param_groups):
+                for vector in vectors_of(group, self.state, self._flat.setdefault(index, {})):
+                    self._move(vector, group, told)
         return value
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes up the trajectory of `state_dict()` to the bit; the argument stays as it is."""
+        """Takes up the trajectory of `state_dict()` to the bit; the argument stays as it is.
+
+        Raises:
+            UserError: for the state of other rules, with both hashes.
+        """
         restore(self, state_dict)
 
-    def _vectors(self, group: dict[str, Any]) -> list[dict[str, Tensor]]:
-        """The parameters that have a gradient, by name, as the flat vectors that they make."""
-        names = group.get("param_names") or [f"p{index}" for index in range(len(group["params"]))]
-        members: dict[Any, dict[str, Tensor]] = {}
-        for name, param in zip(names, group["params"], strict=True):
-            key = self.state[param]["vector"] if param in self.state else (param.dtype, param.device)
-            if param in self.state or param.grad is not None:
-                members.setdefault(key, {})[name] = param
-        vectors, number = [], max((key for key in members if isinstance(key, int)), default=-1)
-        for key, vector in members.items():
-            present = {name: _checked(name, param) for name, param in vector.items() if param.grad is not None}
-            if present and (len(present) < len(vector) or not isinstance(key, int)):
-                number += 1
-                self._begin(present, number)
-            vectors += [present] if present else []
-        return vectors
+    def _known(self, weights: Weights) -> str:
+        """The hash of a rule, which is at hand under it from now on."""
+        if isinstance(weights, str) and weights in self._rules:  # a copy of a group
+            return weights
+        if isinstance(weights, Optimiser):
+            rule = deepcopy(weights)
+        else:
+            rule = optimisers.build(dict(weights)) if isinstance(weights, Mapping) else files.load(weights)
+        mark = files.digest(rule)
+        self._rules.setdefault(mark, rule.requires_grad_(False))
+        return mark
 
-    def _begin(self, vector: dict[str, Tensor], number: int) -> None:
-        """Makes `vector` a flat vector of its own, and gives a state to parameters that have none."""
-        first = next(iter(vector.values()))
-        if first not in self.state:
-            self._keep(vector, self._rule_like(first).init(Layout.of(vector), like=first))
-        for param in vector.values():
-            self.state[param]["vector"] = number
+    def _spare(self, fallback: str | Mapping[str, Any] | Optimiser | None) -> str | None:
+        """The hash of a hand-made rule."""
+        if fallback is None or (isinstance(fallback, str) and fallback in self._rules):
+            return fallback
+        if isinstance(fallback, Optimiser):
+            if fallback.phi():
+                found, remedy = type(fallback).__name__, f"choose one of {', '.join(optimisers.HANDMADE)}"
+                raise UserError("fallback", expected="a hand-made optimiser", found=found, remedy=remedy)
+            return self._known(fallback)
+        choice = {"name": fallback, "lr": 1e-3} if isinstance(fallback, str) else dict(fallback)
+        return self._known(optimisers.build(choice, optimisers.HANDMADE))
 
-    def _change(self, vector: dict[str, Tensor], loss: Tensor | None) -> tuple[Tensor, OptimiserState]:
-        """The update [n] of a flat vector and the state after it."""
-        layout, first = Layout.of(vector), next(iter(vector.values()))
-        kept = self.state[first]
-        coordinates = {
-            # Joined anew at each step: in memory as after `load_state_dict`, so that a resumed run has the same bits.
-            key: torch.cat([_flat(self.state[param][key], param) for param in vector.values()], dim=-1)
-            for key in kept
-            if key not in (*self._shared, "vector")
-        }
-        state = OptimiserState(layout, coordinates, {key: kept[key] for key in self._shared})
-        grads = layout.ravel({name: param.grad for name, param in vector.items() if param.grad is not None})
-        value = None if loss is None else torch.as_tensor(loss).detach().to(grads)
-        return self._rule_like(first).update(grads, state, layout.ravel(vector), value)
+    def _forget(self) -> None:
+        """Drops what can be made again from `state` and the rules."""
+        self._flat: dict[int, dict[int, FlatVector]] = {}
+        self._fast: dict[tuple[str, torch.dtype, torch.device], Optimiser] = {}
 
-    def _keep(self, vector: dict[str, Tensor], state: OptimiserState) -> None:
-        """Hands each parameter its part of the state."""
-        parts = {key: state.layout.split(value) for key, value in state.coordinates.items()}
-        for index, param in enumerate(vector.values()):
-            own = {key: part[index].view((*part[index].shape[:-1], *param.shape)) for key, part in parts.items()}
-            self.state[param].update(own | state.shared)
+    def _refuse(self, loss: Tensor | float | None) -> None:
+        """Raises what a step would raise, before anything moves."""
+        for group in self.param_groups:
+            for name, param in zip(names_of(group), group["params"], strict=True):
+                _check_gradient(name, param)
+            rule = self._rules[group["weights"]]
+            if loss is None and any(isinstance(part, Loss) for part in rule.modules()):
+                expected, remedy = "the loss of this step", "call step(loss=…) or step(closure)"
+                raise UserError("input 'loss'", expected=expected, found="none", remedy=remedy)
 
-    def _rule_like(self, param: Tensor) -> Optimiser:
-        """The rule in the parameter's dtype, on its device."""
-        key = param.dtype, param.device
-        if key not in self._rules:
-            self._rules[key] = deepcopy(self._rule).to(param.device, param.dtype)
-        return self._rules[key]
+    def _move(self, vector: FlatVector, group: dict[str, Any], loss: Tensor | None) -> None:
+        """One step of a flat vector."""
+        grads, theta = vector.gather()
+        loss = None if loss is None else loss.to(grads)
+        kept = torch.bfloat16 if group["state_dtype"] == "bfloat16" else grads.dtype
+        if not group["fallen_back"]:
+            update = vector.advance(self._rule(group["weights"], vector), "", kept, grads, theta, loss)
+        if group["fallback"] is not None:
+            sound = grads.where(grads.square().isfinite(), 0.0)
+            rule = self._rule(group["fallback"], vector)
+            spare = vector.advance(rule, "fallback.", grads.dtype, sound, theta, loss)
+            if not group["fallen_back"] and not update.isfinite().all():
+                self._fall_back("an update of the learned rule is not finite")
+            if group["fallen_back"]:
+                update = spare
+        if group["max_update"] is not None:
+            update = update.clamp(-group["max_update"], group["max_update"])
+        if group["weight_decay"]:
+            update = update - group["weight_decay"] * theta
+        vector.scatter(theta.add_(group["lr"] * update))
+
+    def _watch(self, loss: Tensor) -> None:
+        """Goes over to the fallback where the loss has diverged."""
+        for group in self.param_groups:
+            if group["fallback"] is None or group["fallen_back"]:
+                continue
+            value = float(loss)
+            if group["first_loss"] is None:
+                group["first_loss"] = value
+            if not math.isfinite(value) or value > DIVERGED * group["first_loss"] > 0:
+                self._fall_back(f"the loss is {value:.6g} and was {group['first_loss']:.6g} at first")
+
+    def _fall_back(self, reason: str) -> None:
+        for group in self.param_groups:
+            group["fallen_back"] = group["fallback"] is not None
+        logging.getLogger("l2lopt").warning("the fallback's updates from now on: %s", reason)
+
+    def _rule(self, mark: str, vector: FlatVector) -> Optimiser:
+        """The fast form of a rule in the dtype that the vector needs, on its device."""
+        dtype, device = computes_in(vector.params[0]), vector.params[0].device
+        if (mark, dtype, device) not in self._fast:
+            self._fast[mark, dtype, device] = kernels.fast(deepcopy(self._rules[mark]).to(device, dtype))
+        return self._fast[mark, dtype, device]
 
 
-def restore(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """`load_state_dict` to the bit: state keeps its own dtype (torch.optim gives it the parameter's), and is copied."""
-    saved = deepcopy(dict(state_dict))
-    torch.optim.Optimizer.load_state_dict(optimizer, saved)
-    numbers = chain.from_iterable(group["params"] for group in saved["param_groups"])
-    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    for number, param in zip(numbers, params, strict=True):
-        if number in saved["state"]:
-            optimizer.state[param] = pytree.tree_map(_placed, saved["state"][number], optimizer.state[param])
+def _check(group: Mapping[str, Any]) -> None:
+    """Refuses options out of their range."""
+    at_least_0("LearnedOptimizer", lr=group["lr"], weight_decay=group["weight_decay"])
+    if group["max_update"] is not None:
+        above_0("LearnedOptimizer", max_update=group["max_update"])
+    if group["state_dtype"] not in STATE_DTYPES:
+        found, remedy = repr(group["state_dtype"]), did_you_mean(str(group["state_dtype"]), STATE_DTYPES)
+        raise UserError("LearnedOptimizer: state_dtype", expected="a known name", found=found, remedy=remedy)
+    if group["capturable"]:
+        remedy = "capture the model alone: the rules read the step count on the host"
+        raise UserError("LearnedOptimizer: capturable", expected="False", found="True", remedy=remedy)
 
 
-def _placed(saved: Any, loaded: Any) -> Any:
-    """The saved value where torch.optim would have put it."""
-    return saved.to(loaded.device) if isinstance(saved, Tensor) else saved
-
-
-def _flat(value: Tensor, param: Tensor) -> Tensor:
-    """A state [features…, *p.shape] as [features…, p's coordinates]."""
-    return value.reshape(*value.shape[: value.dim() - param.dim()], param.numel())
-
-
-def _checked(name: str, param: Tensor) -> Tensor:
-    """`param`, if a rule can work on its gradient."""
-    kind = param.grad if param.grad is not None else param
-    if kind.layout != torch.strided or kind.dtype not in (torch.float32, torch.float64):
-        found = f"{str(kind.layout).removeprefix('torch.')} {str(kind.dtype).removeprefix('torch.')}"
-        expected, remedy = "a dense float32 or float64 gradient", "give the parameter to another optimiser"
-        raise UserError(f"parameter {name!r}", expected=expected, found=found, remedy=remedy)
-    return param
+def _check_gradient(name: str, param: Tensor) -> None:
+    """Refuses what no rule can work on."""
+    for value in (param.grad, param) if param.grad is not None else ():
+        if value.layout != torch.strided or value.dtype not in DTYPES:
+            found = f"{str(value.layout).removeprefix('torch.')} {str(value.dtype).removeprefix('torch.')}"
+            expected, remedy = "a dense real gradient", "give the parameter to another optimiser"
+            raise UserError(f"parameter {name!r}", expected=expected, found=found, remedy=remedy)

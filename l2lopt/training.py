@@ -14,7 +14,7 @@ from l2lopt.optimisee import Optimisee, Split, measure
 from l2lopt.optimisers.schedule import warm_up_cosine
 from l2lopt.records import NoRecords, Recorder
 from l2lopt.settings import Settings
-from l2lopt.torch_optim import restore
+from l2lopt.torch_state import restore
 from l2lopt.torch_table import OptimizerFactory
 from l2lopt.types import Aux, Params, Report, detach, seed_of, silent
 

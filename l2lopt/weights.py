@@ -1,10 +1,13 @@
 """Learned optimisers as safetensors files; the header says how to build the optimiser. Nothing is unpickled."""
 
+import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from l2lopt import optimisers, store
 from l2lopt.errors import UserError
@@ -60,6 +63,22 @@ def load(path: str | Path) -> Optimiser:
         raise UserError(str(path), expected=expected, found=came, remedy=remedy)
     optimiser.load_state_dict(tensors, strict=False)
     return optimiser
+
+
+def digest(optimiser: Optimiser) -> str:
+    """16 hexadecimal digits of φ and what builds the optimiser: its description, or its options where it has none."""
+    built: Any = optimiser.description
+    if built is None:
+        built = [(name, type(part).__qualname__, _options(part)) for name, part in optimiser.named_modules()]
+    found = hashlib.sha256(json.dumps(built, sort_keys=True, default=str).encode())
+    for name, value in sorted(optimiser.phi().items()):
+        found.update(f"{name} {value.dtype} {list(value.shape)}".encode())
+        found.update(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def _options(part: nn.Module) -> dict[str, str]:
+    return {key: repr(value) for key, value in vars(part).items() if not key.startswith("_") and key != "training"}
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
