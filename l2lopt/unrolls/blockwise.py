@@ -73,7 +73,7 @@ class Blockwise(Unroll):
         objective: Objective = "loss",
         share: float = 1.0,
         record: Literal["full", "bfloat16"] = "full",
-        block: int = 4096,
+        block: int = 8192,
         spill: str | None = None,
     ) -> None:
         for name, value in (("truncation", truncation), ("block", block)):

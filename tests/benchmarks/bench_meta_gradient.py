@@ -104,7 +104,7 @@ def main():
         found = {name: [] for name in names}
         for _ in range(options.rounds):
             for name in names:
-                found[name].append(child(name, options.coordinates, options.steps, 2, options.threads, more))
+                found[name].append(child(name, options.coordinates, options.steps, 3, options.threads, more))
         error = difference(found["blockwise"][0]["gradient"], found["taped"][0]["gradient"])
         if error > 1e-5:
             raise SystemExit(f"{cell}: blockwise differs from the tape by {error:.1e} of the largest component")
