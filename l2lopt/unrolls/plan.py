@@ -72,7 +72,7 @@ class Plan:
 
     def __str__(self) -> str:
         where = "in files" if self.spilt else f"of {_gb(self.available)} free"
-        time = f"{self.seconds:.0f} s" if self.seconds < 120 else f"{self.seconds / 60:.0f} min"
+        time = f"{self.seconds:.2g} s" if self.seconds < 100 else f"{self.seconds / 60:.0f} min"
         return f"record {_gb(self.record)} ({self.vectors} vectors) {where}, state {_gb(self.state)}, about {time}"
 
 
