@@ -104,7 +104,7 @@ def reproduce(
     """Makes a study's table and figures, from data to picture.
 
     Each piece leaves its files as soon as it is done, and a meta-training its checkpoints: a study that was stopped
-    goes on where it stood. Pieces whose config has changed since are made anew.
+    goes on where it stood. A run whose evaluation has changed since is made anew; a changed recipe is refused.
 
     Args:
         source: the study's TOML file.
@@ -167,7 +167,7 @@ def _pieces(study: Study, place: _Place) -> Iterator[_Work]:
 
 def _make_together(place: _Place, pieces: Sequence[_Work], jobs: int, report: Report) -> None:
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        waiting: list[Future[FreeRun]] = [pool.submit(_make, place, piece) for piece in pieces]
+        waiting: list[Future[None]] = [pool.submit(_leave, place, piece) for piece in pieces]
         try:
             for done, future in enumerate(as_completed(waiting), 1):
                 future.result()
@@ -175,6 +175,11 @@ def _make_together(place: _Place, pieces: Sequence[_Work], jobs: int, report: Re
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def _leave(place: _Place, piece: _Work) -> None:
+    """`_make` for its files alone: tensors that came from another process would each hold a file open."""
+    _make(place, piece)
 
 
 def _make(place: _Place, piece: _Work, report: Report = silent) -> FreeRun:
@@ -194,12 +199,15 @@ def _make(place: _Place, piece: _Work, report: Report = silent) -> FreeRun:
         path, work["baseline"] = home / f"{_slug(baseline.name)}.json", baseline.model_dump(mode="json")
     else:
         folder = home / f"{_slug(study.optimisers[piece.optimiser].label)}-{piece.meta_seed}"
-        experiments.meta_train(config, folder, resume=True, report=report)
         path, file = folder / "free-run.json", folder / "optimiser.safetensors"
-        work["weights"] = hashlib.sha256(file.read_bytes()).hexdigest()
+        work["recipe"] = config.model_dump(mode="json", exclude={"evaluation", "label"})
+        work["weights"] = _digest(file)
     kept = _kept(path, work)
     if kept is not None:
         return kept
+    if piece.meta_seed is not None:
+        experiments.meta_train(config, folder, resume=True, report=report)
+        work["weights"] = _digest(file)
     with cpu_threads(config.threads):
         optimisee, settings = configs.build(config).optimisee, config.evaluation
         if piece.meta_seed is None:
@@ -213,6 +221,10 @@ def _make(place: _Place, piece: _Work, report: Report = silent) -> FreeRun:
     facts = {"kind": run.kind, "seconds": run.seconds, "warnings": run.warnings, "chosen": chosen, "losses": losses}
     write_json(path, {"work": work, **facts})
     return run
+
+
+def _digest(path: Path) -> str | None:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
 
 
 def _kept(path: Path, work: Mapping[str, Any]) -> FreeRun | None:

@@ -102,6 +102,7 @@ def test_a_stopped_study_goes_on_where_it_stood(made, tmp_path, monkeypatch):
     studies.reproduce(source, tmp_path / "run")
     assert len(calls) == 4 + 1  # each piece once, but for the one that was stopped
     assert table(tmp_path / "run") == table(made[1])
+    monkeypatch.setattr(studies.experiments, "meta_train", None)  # nothing is meta-trained again
     studies.reproduce(source, tmp_path / "run")
     assert len(calls) == 5
 

@@ -7,10 +7,8 @@ import torch
 from torch import Size, Tensor
 
 from l2lopt.kernels.block import Segments
+from l2lopt.optimisers.rules import EPS
 from l2lopt.types import Layout
-
-EPS = 1e-12
-"""The least root mean square, as in `rules.root_mean_square`."""
 
 
 class RootMeanSquare:

@@ -14,6 +14,9 @@ from l2lopt.types import Layout, Params
 Measure: TypeAlias = Callable[[Tensor], Tensor]
 """[*batch, n] → the rule's statistic of the tensor that each coordinate lies in, [*batch, n]."""
 
+EPS = 1e-12
+"""The least root mean square."""
+
 
 class UpdateRule(nn.Module, ABC):
     """From the outputs of a coordinate's network to its update.
@@ -158,10 +161,10 @@ class Bounded(UpdateRule):
         return self.step_size * torch.tanh(outputs[0]), memory
 
 
-def root_mean_square(values: Tensor, layout: Layout, eps: float = 1e-12) -> Tensor:
-    """The root mean square (at least `eps`) of each tensor's coordinates: [*batch, n] to [*batch, tensors]."""
+def root_mean_square(values: Tensor, layout: Layout) -> Tensor:
+    """The root mean square (at least `EPS`) of each tensor's coordinates: [*batch, n] to [*batch, tensors]."""
     squares = [part.square().sum(-1) / max(part.shape[-1], 1) for part in layout.split(values)]
-    return (torch.stack(squares, dim=-1) + eps**2).sqrt()
+    return (torch.stack(squares, dim=-1) + EPS**2).sqrt()
 
 
 def spread(statistic: Tensor, layout: Layout) -> Tensor:
