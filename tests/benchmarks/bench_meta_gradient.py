@@ -93,7 +93,9 @@ def main():
         print("coordinates  steps  ns per coordinate and step  bytes above the start per coordinate and step")
         sizes = [(10**4, 20), (10**5, 20), (10**6, 20), (10**7, 4), (2 * 10**7, 4)]
         for coordinates, steps in [*sizes, (10**5, 10), (10**5, 100), (10**5, 1000)]:
-            found = child("blockwise", coordinates, steps, 1 if coordinates * steps > 3 * 10**7 else 3, options.threads, {})
+            found = child(
+                "blockwise", coordinates, steps, 1 if coordinates * steps > 3 * 10**7 else 3, options.threads, {}
+            )
             share = coordinates * steps
             time_each, peak_each = 1e9 * min(found["seconds"]) / share, found["peak"] / share
             print(f"{coordinates:11,}  {steps:5,}  {time_each:26.0f}  {peak_each:45.1f}", flush=True)
