@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -181,6 +181,32 @@ def root_mean_square(values: Tensor, layout: Layout, by_fan_in: bool = False) ->
     squares = [part.square().sum(-1) / max(part.shape[-1], 1) for part in layout.split(values)]
     found = (torch.stack(squares, dim=-1) + EPS**2).sqrt()
     return found * found.new_tensor(layout.fan_ins).sqrt() if by_fan_in else found
+
+
+class _Pulled(torch.autograd.Function):
+    """A statistic whose slope is known: backward, each coordinate gets its pull, whatever comes from above."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, statistic: Tensor, pull: Tensor) -> Tensor:
+        ctx.save_for_backward(pull)
+        return statistic.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.saved_tensors[0], None, None
+
+
+def given(values: Tensor, layout: Layout, shared: Params, by_fan_in: bool = False) -> Tensor:
+    """`spread(root_mean_square(…))` of a whole vector, known already, for a part of it.
+
+    It is a constant unless `shared` has a "pull", see `types.Replay`: then ∂(meta-loss)/∂w_i by way of the statistic
+    R_k = c_k √(Σ w²/n) is pull_k·n·∂R_k/∂w_i = pull_k·c_k²·w_i / R_k.
+    """
+    statistic = spread(shared["statistic"], layout)
+    if "pull" not in shared:
+        return statistic
+    factor = shared["pull"] / shared["statistic"] * torch.tensor(layout.fan_ins if by_fan_in else 1).to(values)
+    return _Pulled.apply(values, statistic, spread(factor, layout) * values.detach())  # type: ignore[no-any-return]
 
 
 def spread(statistic: Tensor, layout: Layout) -> Tensor:
