@@ -217,7 +217,7 @@ def meta_train(
             found = unroll.plan(way, loss, optimiser.phi(), run.carry, steps, count)
             logger = logging.getLogger("l2lopt")
             logger.info("a meta-gradient of %d steps: %s", count, found)
-            pulled = unroll.share == 1 and isinstance(way, BlockUpdate) and way.pull is not None
+            pulled = isinstance(way, BlockUpdate) and way.pull is not None
             if "statistic" in run.carry.state.shared and not pulled:
                 logger.info("the slope of the rule's statistic over a tensor is left out; the estimator taped keeps it")
 

@@ -186,8 +186,10 @@ class Window(NamedTuple):
 Replay: TypeAlias = Callable[[Params, Window], Params]
 """(φ, window) → the block's part of the meta-gradient, like φ; gradients, losses and what is shared are constants.
 
-Where `shared` has a "pull" [*batch, tensors] as well, the rule's statistic is none: "pull" is ∂(meta-loss)/∂(statistic)
-over the whole vector, divided by the size of the tensor, and the block adds what its coordinates have in it."""
+Where `shared` has a "pull" and an "own" [*batch, tensors] as well, the rule's statistic is none: the block adds what
+its coordinates have in it. With p_i what coordinate i does to the meta-loss by way of its tensor's statistic, Σp over
+all n coordinates is ∂(meta-loss)/∂(statistic), and pull − own·p_i takes the place of Σp / n for coordinate i; own is 0
+but where Σp is estimated from a sample that i belongs to."""
 Pull: TypeAlias = Callable[[Params, Window], Tensor]
 """(φ, window) → ∂(meta-loss)/∂(the rule's statistic at each step) by way of the block's updates,
 [T, *batch, tensors]."""

@@ -307,13 +307,13 @@ def log_loss(problem, optimiser):
 
 
 @pytest.mark.parametrize(
-    ("rule", "share", "told"),
-    [("additive", 0.5, False), ("direction-and-magnitude", 1.0, False), ("direction-and-magnitude", 0.5, True)],
+    ("rule", "inputs", "told"),
+    [("additive", [], False), ("direction-and-magnitude", [], False), ("direction-and-magnitude", ["parameter"], True)],
 )
-def test_what_a_meta_gradient_takes_and_leaves_out_is_told_once(quadratic, caplog, rule, share, told):
-    optimiser = optimisers.make("coordinatewise", hidden_size=3, rule=rule).double()
+def test_what_a_meta_gradient_takes_and_leaves_out_is_told_once(quadratic, caplog, rule, inputs, told):
+    optimiser = optimisers.make("coordinatewise", hidden_size=3, rule=rule, inputs=["rnnprop", *inputs]).double()
     with caplog.at_level("INFO", logger="l2lopt"):
-        train(optimiser, quadratic, Blockwise(share=share), unrolls=UnrollSettings(length=6, truncation=3))
+        train(optimiser, quadratic, Blockwise(), unrolls=UnrollSettings(length=6, truncation=3))
     lines = [record.getMessage() for record in caplog.records]
     assert sum("a meta-gradient of 3 steps: record" in line for line in lines) == 1
     assert sum("slope" in line for line in lines) == told

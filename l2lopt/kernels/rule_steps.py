@@ -73,8 +73,8 @@ class BoundedSteps(RuleSteps):
 class DirectionAndMagnitudeSteps(RuleSteps):
     """u = S_t (d − λθ), d = (o₀ − nominal) r, r = exp(o₁) / R; d and r take the places of o₀ and o₁.
 
-    The statistic R has the slope that its "pull" says, see `rules.given`: ∂(meta-loss)/∂d has κ_t d more, with
-    κ_t = pull·c²·R.
+    The statistic R has the slope that its "pull" says, see `rules.given`: ∂(meta-loss)/∂d has κ d more, with
+    κ = c² R (pull − own·p), p = −S_t a d / R.
     """
 
     def __init__(self, rule: DirectionAndMagnitude, phi: Params, trace: Trace, window: Window) -> None:
@@ -82,11 +82,11 @@ class DirectionAndMagnitudeSteps(RuleSteps):
         measured = torch.stack([shared["statistic"] for shared in window.shared])
         layout, shape = window.state.layout, (len(trace.grads), window.params.numel())
         self.statistic = spread(measured, layout).reshape(shape)
-        self.kappa = None
+        self.pulls: list[Tensor] | None = None
         if "pull" in window.shared[0]:
             squares = torch.tensor(layout.fan_ins if rule.by_fan_in else 1).to(measured)
-            kappa = torch.stack([shared["pull"] for shared in window.shared]) * measured * squares
-            self.kappa = spread(kappa.to(measured), layout).reshape(shape)
+            pull, own = (torch.stack([shared[name] for shared in window.shared]) for name in ("pull", "own"))
+            self.pulls = [spread(part * squares, layout).reshape(shape) for part in (pull * measured, own)]
         steps = torch.stack([shared["step"] for shared in window.shared]).to(window.params.dtype)
         scale = rule.step_size * torch.exp(10 * phi["log_scale"])
         self.scales: list[float] = (scale / (1 + (steps - 1) / rule.horizon)).tolist()
@@ -102,13 +102,14 @@ class DirectionAndMagnitudeSteps(RuleSteps):
         return torch.sub(d, self.trace.params[t], alpha=self.rule.weight_decay).mul_(self.scales[t])
 
     def backward(self, t: int, a: Tensor) -> Tensor | None:
-        """(S_t a + κ_t d) r for o₀, (S_t a + κ_t d) d for o₁; −S_t λ a for θ."""
+        """(S_t a + κ d) r for o₀, (S_t a + κ d) d for o₁; −S_t λ a for θ."""
         d, _ = self.trace.outputs[t]
         scaled = self.scales[t] * a
         whole = scaled
-        if self.kappa is not None:
+        if self.pulls is not None:
             acting, _ = self.trace.part(t, d)
-            whole = torch.addcmul(scaled, self.kappa[t], acting)
+            kappa = torch.addcmul(self.pulls[0][t], self.pulls[1][t], scaled * acting)
+            whole = torch.addcmul(scaled, kappa, acting)
         torch.mul(whole, self.trace.outputs[t].flip(0), out=self.trace.slopes[t])
         decay = self.rule.weight_decay
         self.log_scale.add_(torch.dot(scaled, torch.sub(d, self.trace.params[t], alpha=decay)), alpha=10)

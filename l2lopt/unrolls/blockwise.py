@@ -1,7 +1,7 @@
 """Exact first-order meta-gradients in bounded memory: run without a tape, then go back block by block."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from itertools import islice
 from math import ceil
@@ -53,7 +53,7 @@ class Blockwise(Unroll):
     Equal to `Taped` of first order to rounding. The replay is the update's own if it is a `BlockUpdate`, else
     autograd's. A statistic that a rule takes over a tensor depends on all blocks: where the update has a `pull`, a
     first pass over the blocks adds up what the statistic of each step does to the meta-loss, and the replay takes its
-    slope from that; otherwise, and in a sample of the coordinates, the slope is left out.
+    slope from that; otherwise the slope is left out.
 
     With `share` below 1 only a random share of each tensor's coordinates is recorded and replayed, drawn anew for
     every window and weighted by its inverse: the mean over draws is the whole meta-gradient.
@@ -156,7 +156,7 @@ class Blockwise(Unroll):
         size, numbers = carry.params.shape[-1], carry.params.numel()
         window = max(1, min(length, self.truncation or length))
         dtype = torch.bfloat16 if self.record == "bfloat16" else carry.params.dtype
-        drawn = sum(ceil(self.share * part) for part in carry.state.layout.sizes) * (numbers // max(size, 1))
+        drawn = sum(_count(self.share, part) for part in carry.state.layout.sizes) * (numbers // max(size, 1))
         step, *following = islice(steps, 2)
         others = sum(all(target.batch is not later.batch for later in following) for target in step.targets)
         gradient, (seen,) = _seconds(lambda: [measure(loss, carry.params, carry.aux, step.batch)])
@@ -178,7 +178,7 @@ class Blockwise(Unroll):
             [after.shared] * several,
         )
         back, _ = _seconds(lambda: way.replay(phi, probe))
-        if way.pull is not None and self.share == 1:
+        if way.pull is not None:
             pull = way.pull
             back += _seconds(lambda: pull(phi, probe))[0]
         threads = torch.get_num_threads() if way.threaded else 1
@@ -203,7 +203,8 @@ class Blockwise(Unroll):
         self.rows.clear()
         dtype = torch.bfloat16 if self.record == "bfloat16" else params.dtype
         if self.share == 1:
-            return _Open(Record(optimiser_state, params, self.rows, dtype), None), state
+            record = Record(optimiser_state, params, self.rows, dtype)
+            return _Open(record, None, optimiser_state.layout.sizes), state
         seed, count = state.tolist()
         source = generator("coordinates", seed, count)
         select, weights, layout = stratified(optimiser_state.layout, self.share, source)
@@ -215,19 +216,23 @@ class Blockwise(Unroll):
             },
         )
         record = Record(part, params, self.rows, dtype, select.to(params.device))
-        return _Open(record, weights.to(params)), state + torch.tensor([0, 1])
+        return _Open(record, weights.to(params), optimiser_state.layout.sizes), state + torch.tensor([0, 1])
 
     def _replayed(self, phi: Params, window: "_Open", way: "_Way") -> dict[str, Tensor]:
         """The window's meta-gradient in float64, block after block; first the pull of its statistics, if it has one."""
         record = window.record
         pull = way.pull
-        if pull is not None and window.weights is None and record.state.layout.size:
-            sizes = torch.tensor(record.state.layout.sizes, dtype=torch.float64).clamp(min=1)
-            pulls = self._summed(window, way, lambda part: {"pull": pull(phi, part)})["pull"]
-            record.shared = [
-                {**shared, "pull": (piece / sizes.to(piece)).to(shared["statistic"])}
-                for shared, piece in zip(record.shared, pulls, strict=True)
-            ]
+        if pull is not None and record.state.layout.size:
+            # Of n coordinates m are replayed, each with the weight n/m: two of them meet with another chance than one
+            # meets itself. pull − own·p_i has the mean Σp / n over samples even where it multiplies what i has.
+            whole = torch.tensor(window.sizes, dtype=torch.float64).clamp(min=1)
+            pairs = (whole - 1) / (torch.tensor(record.state.layout.sizes) - 1).clamp(min=1)
+            pairs = torch.where(whole > 1, pairs, 1.0)
+            sums = self._summed(window, way, lambda part: {"pull": pull(phi, part)})["pull"]
+            factor, own = (pairs / whole).to(sums), ((pairs - 1) / whole).to(sums)
+            for index, shared in enumerate(record.shared):
+                pulls = {"pull": sums[index] * factor, "own": own.expand_as(sums[index])}
+                record.shared[index] = shared | {name: value.to(shared["statistic"]) for name, value in pulls.items()}
         return self._summed(window, way, lambda part: way.replay(phi, part))
 
     def _summed(self, window: "_Open", way: "_Way", function: Callable[[Window], Params]) -> Params:
@@ -255,10 +260,11 @@ class Blockwise(Unroll):
 
 
 class _Open(NamedTuple):
-    """A window under way, and the weights [m] of its coordinates where they are a sample."""
+    """A window under way, the weights [m] of its coordinates if they are a sample, the sizes of the whole tensors."""
 
     record: Record
     weights: Tensor | None
+    sizes: Sequence[int]
 
 
 class _Way(NamedTuple):
@@ -330,7 +336,7 @@ def taped_pull(update: Update) -> Pull:
 
 
 def stratified(layout: Layout, share: float, source: torch.Generator) -> tuple[Tensor, Tensor, Layout]:
-    """A random share of every tensor's coordinates, at least one of each, without replacement.
+    """A random share of every tensor's coordinates, at least two where there are two, without replacement.
 
     Returns:
         Their places [m], rising; the inverse of the chance each had [m]; and the layout of the sample, which keeps all
@@ -338,7 +344,7 @@ def stratified(layout: Layout, share: float, source: torch.Generator) -> tuple[T
     """
     places, weights, counts, first = [], [], [], 0
     for size in layout.sizes:
-        count = ceil(share * size)
+        count = _count(share, size)
         places.append(first + torch.randperm(size, generator=source)[:count].sort().values)
         weights.append(torch.full((count,), size / max(count, 1), dtype=torch.float64))
         counts.append((count,))
@@ -349,6 +355,11 @@ def stratified(layout: Layout, share: float, source: torch.Generator) -> tuple[T
         torch.cat([empty.double(), *weights]),
         Layout(layout.names, tuple(counts), layout.fan_ins),
     )
+
+
+def _count(share: float, size: int) -> int:
+    """How many of a tensor's coordinates a share of them are."""
+    return max(ceil(share * size), min(size, 2))
 
 
 def _seconds(function: Callable[[], Result]) -> tuple[float, Result]:

@@ -10,8 +10,9 @@ from l2lopt.kernels.replay import can_pull
 from l2lopt.meta_training import Targets, inner_steps
 from l2lopt.optimisee import flat_loss
 from l2lopt.threads import cpu_threads
-from l2lopt.types import BlockUpdate, Carry, Layout
+from l2lopt.types import BlockUpdate, Carry, Layout, generator
 from l2lopt.unrolls import Blockwise, Taped
+from l2lopt.unrolls.blockwise import stratified
 from optimisees import mlp
 
 DIRECTION = "coordinatewise direction-and-magnitude"
@@ -90,6 +91,21 @@ def test_is_what_the_reference_is_under_every_option(options, seeds):
     tasks = (fast(DIRECTION, backend, seeds=seeds) for backend in ("cpu", "reference"))
     ours, plain = (laws.run(Blockwise(**options), task) for task in tasks)
     laws.assert_close(vars(ours), vars(plain), 1e-10)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_the_mean_over_samples_of_coordinates_has_the_slope_of_a_statistic(backend):
+    """Over each of the six samples of two of four coordinates: the whole to rounding."""
+    task = fast(DIRECTION, backend, optimisee="quadratic", seeds=3)
+    whole, layout, drawn = laws.run(Blockwise(), task).gradient, task.carry.state.layout, {}
+    assert layout.sizes == (4,)
+    for seed in range(60):
+        unroll = Blockwise(share=0.5)
+        places, _, _ = stratified(layout, 0.5, generator("coordinates", seed, 0))
+        result = unroll(*task[:4], task.steps, unroll.init(task.carry, task.phi, seed))
+        drawn[tuple(places.tolist())] = result.gradient
+    assert len(drawn) == 6
+    laws.assert_close({name: sum(each[name] for each in drawn.values()) / 6 for name in whole}, whole, 1e-10)
 
 
 @pytest.mark.parametrize("rule", ["coordinatewise gated", DIRECTION])
