@@ -20,6 +20,18 @@ Batch: TypeAlias = Any
 """A pytree of tensors: the data and every random number that one evaluation of the loss uses."""
 
 
+class Shards(NamedTuple):
+    """What is known of the whole tensors where the coordinates are only this process's part of each.
+
+    Attributes:
+        sizes: coordinates of each whole tensor.
+        total: sums [*batch, tensors] over the coordinates here → the sums over the whole tensors.
+    """
+
+    sizes: tuple[int, ...]
+    total: Callable[[Tensor], Tensor]
+
+
 @dataclass(frozen=True)
 class Layout:
     """Where each named tensor lies in the flat vector of n coordinates.
@@ -30,6 +42,7 @@ class Layout:
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
+    shards: Shards | None = None
 
     @classmethod
     def of(cls, params: Mapping[str, Tensor]) -> "Layout":
@@ -61,6 +74,12 @@ class Layout:
         """The last axis of [..., n] cut into one view per tensor: [..., n_k]."""
         parts: tuple[Tensor, ...] = flat.split(self.sizes, dim=-1)
         return parts
+
+    def means(self, sums: Tensor) -> Tensor:
+        """Sums over each tensor's coordinates here, [*batch, tensors], to means over the whole tensors."""
+        sizes = self.sizes if self.shards is None else self.shards.sizes
+        sums = sums if self.shards is None else self.shards.total(sums)
+        return sums / torch.tensor(sizes, dtype=sums.dtype, device=sums.device).clamp(min=1)
 
     def between(self, low: int, high: int) -> "Layout":
         """The layout of coordinates `low` … `high` − 1: all names, with the sizes of what lies between."""

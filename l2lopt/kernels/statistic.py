@@ -32,9 +32,8 @@ class RootMeanSquare:
         sums = [0.0] * len(self._segments.ends)
         for index, value in squares:
             sums[index] += value
-        sizes = torch.tensor(self._layout.sizes, dtype=torch.float64).clamp(min=1)
-        means = torch.tensor(sums, dtype=torch.float64).view(*self._batch, len(sizes)) / sizes
-        return (means + EPS**2).sqrt().to(like.dtype)
+        squares = torch.tensor(sums, dtype=torch.float64).view(*self._batch, len(self._layout.sizes))
+        return (self._layout.means(squares) + EPS**2).sqrt().to(like.dtype)
 
     def divide(self, start: int, directions: Tensor, factors: list[float]) -> None:
         """S·d / RMS in the place of d, `factors` the S / RMS per segment."""

@@ -163,8 +163,8 @@ class Bounded(UpdateRule):
 
 def root_mean_square(values: Tensor, layout: Layout) -> Tensor:
     """The root mean square (at least `EPS`) of each tensor's coordinates: [*batch, n] to [*batch, tensors]."""
-    squares = [part.square().sum(-1) / max(part.shape[-1], 1) for part in layout.split(values)]
-    return (torch.stack(squares, dim=-1) + EPS**2).sqrt()
+    squares = torch.stack([part.square().sum(-1) for part in layout.split(values)], dim=-1)
+    return (layout.means(squares) + EPS**2).sqrt()
 
 
 def spread(statistic: Tensor, layout: Layout) -> Tensor:
