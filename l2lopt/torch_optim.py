@@ -261,6 +261,9 @@ higher.register_optim(LearnedOptimizer, Differentiable)
 
 def _check(group: Mapping[str, Any]) -> None:
     """Refuses options out of their range."""
+    if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
+        found, remedy = str(list(group["lr"].shape)), "make a group for each rate"
+        raise UserError("LearnedOptimizer: lr", expected="one number", found=found, remedy=remedy)
     at_least_0("LearnedOptimizer", lr=group["lr"], weight_decay=group["weight_decay"])
     if group["max_update"] is not None:
         above_0("LearnedOptimizer", max_update=group["max_update"])
