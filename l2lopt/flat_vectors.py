@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.utils import _pytree as pytree
 
 from l2lopt import sharding
@@ -50,13 +51,12 @@ class FlatVector:
         grads = [param.grad for param in self.params if param.grad is not None]
         if self._distributed:
             grads = [sharding.local(grad, param) for grad, param in zip(grads, self.params, strict=True)]
-        flat = torch.cat([grad.reshape(-1) for grad in grads])
-        return flat.to(dtype), torch.cat([param.reshape(-1) for param in self._here()]).to(dtype)
+        return _flattened(grads).to(dtype), _flattened(self._here()).to(dtype)
 
     def scatter(self, theta: Tensor) -> None:
         """Puts θ [n] into the parameters, rounded to their dtype."""
-        parts = [part.view(shape) for part, shape in zip(self.layout.split(theta), self.layout.shapes, strict=True)]
-        torch._foreach_copy_(self._here(), parts)
+        here = [param for param in self._here() if param.numel()]
+        torch._foreach_copy_(here, list(_unflatten_dense_tensors(theta, here)))
 
     def anywhere(self, found: Tensor) -> bool:
         """Whether a flag is set in any of the processes that the parameters lie across."""
@@ -85,8 +85,9 @@ class FlatVector:
             before = state.shared["skipped"]
             shared = {**shared, "skipped": before + shards.total(shared["skipped"] - before)}
         self._states[prefix] = state._replace(shared=shared)
+        named = {prefix + key: value for key, value in shared.items()}
         for table in self.own:
-            table.update({prefix + key: value for key, value in shared.items()})
+            table.update(named)
         return update
 
     def _join(self, rule: Optimiser, prefix: str, dtype: torch.dtype, like: Tensor) -> OptimiserState:
@@ -181,6 +182,10 @@ def vectors_of(
         kept: number → vector, from the last call; changed in place.
     """
     names, params = names_of(group), group["params"]
+    if len(kept) == 1 and all(param.grad is not None for param in params):
+        (vector,) = kept.values()
+        if vector.holds(params, [state.get(param, {}) for param in params]):
+            return [vector]
     numbers = [state[param].get("vector") if param in state else None for param in params]
     present = [param.grad is not None for param in params]
     vectors = []
@@ -231,6 +236,14 @@ def cut(layout: Layout, rule: Optimiser, state: OptimiserState) -> list[tuple[in
 def computes_in(param: Tensor) -> torch.dtype:
     """The dtype in which rules work on a parameter."""
     return torch.float64 if param.dtype == torch.float64 else torch.float32
+
+
+def _flattened(tensors: Sequence[Tensor]) -> Tensor:
+    """A copy of all, one after another."""
+    if len(tensors) == 1:
+        return tensors[0].reshape(-1).clone()
+    flat: Tensor = _flatten_dense_tensors(tensors)
+    return flat
 
 
 def ravelled(value: Tensor, param: Tensor, size: int) -> Tensor:
