@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from l2lopt.errors import UserError
 from l2lopt.types import Layout, Shards
@@ -49,9 +50,10 @@ def as_parameter(part: Tensor, param: Tensor) -> Tensor:
     """A view [features…, *(param's part)] as a tensor [features…, *param.shape] with the parameter's placements."""
     if not is_distributed(param):
         return part
+    beginning: Tensor = from_dlpack(part)  # of its own storage: at an offset a DTensor has no copy or pickle
     shape = torch.Size((*part.shape[: part.dim() - param.dim()], *param.shape))
     made: Tensor = torch.distributed.tensor.DTensor.from_local(
-        part,
+        beginning,
         _mesh(param),
         _shifted(param, part.dim() - param.dim()),
         run_check=False,

@@ -48,6 +48,10 @@ class LearnedOptimizer(torch.optim.Optimizer):
     fallback take its updates for good ("fallen_back" in the group), and a warning is logged. To look costs a GPU a
     synchronisation a step.
 
+    Parameters that lie across processes (FSDP2's, see `sharding`) step where they lie, to what one process would give:
+    statistics are those of the whole tensors, and so are the loss and what the guard sees; `state[p]` is laid out as p
+    is. Under DDP all processes must tell the same loss.
+
     CUDA graphs are refused: the rules read the step count, and guards their findings, on the host.
 
     Args:

@@ -21,7 +21,7 @@ def restore(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> 
         read.update(given)
 
     def put_back(_: torch.optim.Optimizer) -> None:
-        saved = pytree.tree_map(_copied, read["state"])
+        saved = deepcopy(read["state"])
         numbers = chain.from_iterable(group["params"] for group in read["param_groups"])
         params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         for number, param in zip(numbers, params, strict=True):
@@ -37,11 +37,6 @@ def restore(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> 
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _copied(value: Any) -> Any:
-    """A copy; `deepcopy` fails on views that lie across processes."""
-    return value.detach().clone() if isinstance(value, Tensor) else deepcopy(value)
 
 
 def _placed(saved: Any, loaded: Any) -> Any:

@@ -1,5 +1,7 @@
 """Several processes give one process's parameters: under DDP, and under FSDP2 with each its own shard."""
 
+import io
+from copy import deepcopy
 from functools import partial
 
 import laws
@@ -80,6 +82,13 @@ def assert_same_parameters(together, alone, tolerance):
         laws.assert_close(whole(ours), theirs.detach(), tolerance)
 
 
+def pickled(value):
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
 def one_process(rank, made, rule, dtype, steps, tolerance, **options):
     alone, together = model_of(dtype), MODELS[made](model_of(dtype))
     rule = OPTIMISERS[rule]().to(dtype)
@@ -144,7 +153,7 @@ def states(rank):
                 laws.assert_close(whole(mine), value, 1e-9)
     assert first.state[alone[0].weight]["skipped"].item() == 3
     descend(alone, first, range(3, 5), alone=True)
-    for taken in (lambda value: value, whole):
+    for taken in (lambda value: value, deepcopy, pickled, whole):
         saved = second.state_dict()
         saved["state"] = pytree.tree_map_only(torch.Tensor, taken, saved["state"])
         model = sharded(model_of())
