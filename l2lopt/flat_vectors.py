@@ -181,11 +181,12 @@ def vectors_of(
         state: of the optimiser; changed in place.
         kept: number → vector, from the last call; changed in place.
     """
-    names, params = names_of(group), group["params"]
+    params = group["params"]
     if len(kept) == 1 and all(param.grad is not None for param in params):
         (vector,) = kept.values()
         if vector.holds(params, [state.get(param, {}) for param in params]):
             return [vector]
+    names = names_of(group)
     numbers = [state[param].get("vector") if param in state else None for param in params]
     present = [param.grad is not None for param in params]
     vectors = []

@@ -152,7 +152,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             self._refuse()
             told = self._told(loss)
-            if told is not None:
+            if loss is not None and told is not None:
                 self._watch(told)
             for index, group in enumerate(self.param_groups):
                 for vector in vectors_of(group, self.state, self._flat.setdefault(index, {})):

@@ -49,7 +49,8 @@ def plain(seen, rates, accumulated=1, dtype=torch.float32, told=False):
 @pytest.fixture
 def accelerate():
     """With none of its settings, of which it has one a process."""
-    library = pytest.importorskip("accelerate")
+    import accelerate as library
+
     library.state.AcceleratorState._reset_state(reset_partial_state=True)
     yield library
     library.state.AcceleratorState._reset_state(reset_partial_state=True)
@@ -58,7 +59,8 @@ def accelerate():
 @pytest.mark.slow
 @pytest.mark.parametrize("scheduled", [False, True], ids=["the trainer's schedule", "ours"])
 def test_hugging_faces_trainer(scheduled, tmp_path, accelerate):
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     samples = [{"x": x, "labels": y} for x, y in zip(X, Y, strict=True)]
 
     def train(resumed=None):
@@ -124,7 +126,7 @@ def test_accelerate(dtype, tmp_path, accelerate):
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_lightning(precision, tmp_path):
     """Its automatic optimisation steps with a closure, which computes and tells the loss."""
-    lightning = pytest.importorskip("lightning")
+    import lightning
 
     class Module(lightning.LightningModule):
         def __init__(self):

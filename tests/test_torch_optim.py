@@ -724,6 +724,18 @@ def test_a_state_by_names_goes_on_as_distributed_checkpoints_have_it():
     laws.assert_same(descend(dict(other.named_parameters()), another, range(3, 6)), expected)
 
 
+def test_a_first_state_is_made_without_a_loss():
+    """Distributed checkpoints have it made by a step at a rate of 0; nothing else has happened then."""
+    by_names = pytest.importorskip("torch.distributed.checkpoint.state_dict")
+    model = torch.nn.Linear(3, 4)
+    before = laws.clone(dict(model.state_dict()))
+    rule = LSTM(inputs=["log-and-sign", "rnnprop", "loss"])
+    optimizer = LearnedOptimizer(model.parameters(), rule, fallback="adam", weight_decay=0.1)
+    assert set(by_names.get_optimizer_state_dict(model, optimizer)["state"]) == {"weight", "bias"}
+    laws.assert_same(dict(model.state_dict()), before)
+    assert optimizer.param_groups[0]["first_loss"] is None
+
+
 def test_it_goes_when_nobody_holds_it():
     params = start()
     optimizer = LearnedOptimizer(params.values(), LSTM(), fallback="adam")
