@@ -12,7 +12,7 @@ from implementations import OPTIMISERS, normal
 from torch import distributed, nn
 from torch.utils import _pytree as pytree
 
-from l2lopt import LearnedOptimizer, UserError, optimisers
+from l2lopt import LearnedOptimizer, UserError, optimisers, sharding
 
 RECIPE = "coordinatewise direction-and-magnitude"
 RULES = [RECIPE, "coordinatewise additive", "adamw", "coordinatewise direction-and-magnitude of lstm with every input"]
@@ -189,6 +189,28 @@ def test_the_guard_acts_everywhere_at_once():
     processes.run(guarded, 2)
 
 
+def tensor_parallel(rank, rule):
+    """Weights cut along either axis, a bias that is repeated, and plain parameters beside them."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    together, plan = deepcopy(alone), {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    parallelize_module(together, init_device_mesh("cpu", (2,)), plan)
+    for model in (alone, together):
+        descend(model, LearnedOptimizer(model.parameters(), OPTIMISERS[rule]()), range(10), alone=True)
+    placements = [str(param.placements[0]) for param in together.parameters() if is_cut(param)]
+    assert placements == ["S(0)", "S(0)", "S(1)", "R"]
+    assert_same_parameters(together, alone, 1e-7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", RULES)
+def test_tensor_parallel_layers_are_sharded_ones_too(rule):
+    processes.run(tensor_parallel, 2, rule)
+
+
 class Centred(optimisers.SGD):
     """Takes the gradients' mean off, which is no statistic of a tensor."""
 
@@ -207,11 +229,32 @@ def refused(rank):
     ):
         optimizer.step()
     assert_same_parameters(model, model_of(), 0.0)
+    elsewhere = dict(sharded(model_of().to("meta")).named_parameters())
+    with pytest.raises(
+        UserError, match=r"sharded parameter '0.weight': expected on cpu, as the mesh is, found on meta"
+    ):
+        sharding.layout_of(elsewhere)
+
+
+def cut_twice(rank):
+    """By tensor parallelism, and on top of it along the same axis by FSDP2."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("cut", "parallel"))
+    model = parallelize_module(nn.Linear(4, 6).double(), mesh["parallel"], ColwiseParallel())
+    fully_shard(model, mesh=mesh["cut"])
+    optimizer = LearnedOptimizer(model.parameters(), optimisers.adam(0.1))
+    model(normal(4, 4)).sum().backward()
+    with pytest.raises(UserError, match=r"sharded parameter: expected cut or repeated along each dimension"):
+        optimizer.step()
 
 
 @pytest.mark.slow
-def test_a_rule_that_cannot_be_cut_is_refused():
-    processes.run(refused, 2)
+@pytest.mark.parametrize("task", [refused, cut_twice])
+def test_what_cannot_be_cut_is_refused(task):
+    processes.run(task, 2)
 
 
 # Distributed checkpoints
