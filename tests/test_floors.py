@@ -32,6 +32,7 @@ FLOORS = {
     "l2lopt.unrolls": 1,
     "l2lopt.optimisee": 1,
     "l2lopt.records": 1,
+    "l2lopt.distributed": 0,
     "l2lopt.threads": 0,
     "l2lopt.types": 0,
     "l2lopt.errors": 0,
