@@ -143,7 +143,7 @@ def plot(runs: Runs) -> None:
 
 @app.command()
 def reproduce(
-    study: Annotated[Path, typer.Argument(metavar="STUDY", help="A TOML file, as in configs/studies/.")],
+    study: Annotated[Path, typer.Argument(metavar="STUDY", help="A TOML file, or one that is shipped, such as fig3.")],
     run: Run = None,
     changes: Set = None,
     device: Device = None,

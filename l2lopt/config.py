@@ -228,10 +228,15 @@ def device(name: str) -> torch.device:
     return found
 
 
+def shipped(name: str) -> Path:
+    """A file or folder of configs/: inside the installed package, or beside it in a checkout."""
+    inside = Path(__file__).with_name("configs")
+    return (inside if inside.is_dir() else Path(__file__).parent.parent / "configs") / name
+
+
 def demo() -> Path:
-    """The demo's config: inside the installed package, or beside it in a checkout."""
-    inside = Path(__file__).with_name("demo.toml")
-    return inside if inside.exists() else Path(__file__).parent.parent / "configs" / "demo.toml"
+    """The demo's config."""
+    return shipped("demo.toml")
 
 
 def _factory(choice: Choice, seed: int) -> OptimizerFactory:

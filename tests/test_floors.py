@@ -12,6 +12,7 @@ FLOORS = {
     "l2lopt.cli": 10,
     "l2lopt.studies": 9,
     "l2lopt.experiments": 8,
+    "l2lopt.forecast": 8,
     "l2lopt.config": 7,
     "optimisees": 6,
     "l2lopt.meta_training": 5,
