@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from l2lopt import config as configs
+from l2lopt import optimisers, tables, unrolls
 from l2lopt.config import Config, TrainConfig
 from l2lopt.errors import UserError
 
@@ -163,5 +164,5 @@ def test_every_shipped_config_is_sound(path):
     assert configs.load(tomllib.loads(configs.dump(config)), kind=kind) == config
     if kind is Config:
         optimisers.build(config.optimiser, optimisers.LEARNED)
-        unrolls.build(config.unroll.estimator)
+        tables.build(unrolls.UNROLLS, "unroll", config.unroll.estimator)
         assert config.evaluation.checked_horizons()

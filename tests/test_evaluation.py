@@ -163,6 +163,16 @@ def test_a_horizon_beyond_the_run_is_refused(quadratic):
         evaluation.evaluate({}, quadratic, settings(horizons=[100]))
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_groups_of_rows_change_nothing(quadratic, rows):
+    """A group is a run by itself: single rows take the plain pass, and rates go with their rows."""
+    whole = evaluation.evaluate({"mine": SGD(0.01)}, quadratic, settings())
+    parts = evaluation.evaluate({"mine": SGD(0.01)}, quadratic, settings(rows=rows))
+    assert parts.chosen == whole.chosen
+    assert [row[:5] for row in parts.rows] == [row[:5] for row in whole.rows]
+    assert [row.loss for row in parts.rows] == pytest.approx([row.loss for row in whole.rows], rel=1e-12)
+
+
 def test_two_optimisers_of_one_name_are_refused(quadratic):
     with pytest.raises(UserError, match="a name for each"):
         evaluation.evaluate({"sgd": SGD(0.1)}, quadratic, settings())

@@ -200,7 +200,11 @@ def test_a_study_stopped_within_a_piece_loses_one_group(made, tmp_path, monkeypa
     source = written(tmp_path, study, config)
     monkeypatch.setattr(studies, "_forecast", lambda *args: None)  # it takes some steps of its own
     monkeypatch.setattr(evaluation, "run_free", stopping)
-    for moment in (2 + 2, 2 + 2, 0):  # after two validations the second network; after two more the second rate's tuning
+    for moment in (
+        2 + 2,
+        2 + 2,
+        0,
+    ):  # after two validations the second network; after two more the second rate's tuning
         calls.clear()
         if moment:
             with pytest.raises(KeyboardInterrupt):

@@ -3,7 +3,7 @@
 import laws
 import pytest
 import torch
-from implementations import normal, pictures, small_resnet
+from implementations import normal, pictures, problem, small_resnet
 from torch import nn
 from torch.func import grad
 from torchvision.models.resnet import BasicBlock as TheirBlock
@@ -11,6 +11,7 @@ from torchvision.models.resnet import ResNet as TheirResNet
 
 from l2lopt.errors import UserError
 from l2lopt.types import Layout
+from l2lopt.unrolls import Blockwise, Taped
 from optimisees import resnet
 from optimisees.resnet import ResNet
 
@@ -44,6 +45,12 @@ def test_it_is_torchvisions_without_its_large_stem():
 def slope(task, seed=0):
     found = grad(task.loss, has_aux=True)(*task.init(seed), task.batch("train", seed, 1))[0]
     return Layout.of(found).ravel(found)
+
+
+@pytest.mark.parametrize("seeds", [0, (0, 1)])
+def test_blockwise_equals_the_tape_on_images_in_bytes(seeds):
+    task = problem("coordinatewise gated", "resnet on changed images", seeds=seeds, length=3)
+    laws.assert_close(laws.run(Blockwise(), task).gradient, laws.run(Taped(1), task).gradient, 1e-9)
 
 
 def test_channels_last_gives_the_same_numbers():
