@@ -221,8 +221,10 @@ def run_free(
                 change, state = optimiser.advance(grads, state, params.detach(), values.detach())
                 params = params.detach() + change
             aux = {name: value.detach() for name, value in aux.items()}
+            if params.is_cuda:
+                torch.cuda.synchronize(params.device)
             seconds += time.perf_counter() - start
-    taken = {split: torch.stack(values) for split, values in losses.items()}
+    taken = {split: torch.stack(values).cpu() for split, values in losses.items()}
     return Curves(sorted(marks), taken, seconds / max(1, max(record) * len(seeds)))
 
 

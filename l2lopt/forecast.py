@@ -79,7 +79,7 @@ def measured(experiment: Experiment) -> Costs:
         parts = list(optimisee.whole(split, seeds[0]))
         batch, count = parts[0]
         with torch.no_grad():
-            seconds = _seconds(lambda batch=batch: optimisee.evaluate(params, aux, batch))  # type: ignore[misc]
+            seconds = _seconds(lambda batch=batch: float(optimisee.evaluate(params, aux, batch)))  # type: ignore[misc]
         evaluations[split] = seconds * sum(other for _, other in parts) / count
     baseline = settings.baselines[0].build(1e-3, settings.steps) if settings.baselines else None
     return Costs(

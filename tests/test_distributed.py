@@ -13,6 +13,7 @@ from subprocess import PIPE
 import pytest
 from test_experiments import SMALL
 from test_resume import files
+from test_studies import CONFIG, STUDY, table, written
 
 import l2lopt
 from l2lopt import config as configs
@@ -107,6 +108,19 @@ def test_two_processes_meta_train_as_one(tmp_path):
     ]
     errors = [process.communicate(timeout=120)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], errors
+
+
+@pytest.mark.slow
+def test_two_processes_make_a_study_as_one(tmp_path):
+    tables = []
+    for name, start in (("two", TORCHRUN), ("one", [sys.executable])):
+        source = written(tmp_path / name, STUDY, {**CONFIG, "evaluation": {**CONFIG["evaluation"], "rows": 1}})
+        done = called(
+            [*start, "-m", *["--"][: len(start) - 1], "l2lopt", "reproduce", source, "--run", tmp_path / name]
+        )
+        assert done.returncode == 0, done.stderr
+        tables.append(table(tmp_path / name))
+    assert tables[0] == tables[1]
 
 
 @pytest.mark.slow
