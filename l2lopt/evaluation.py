@@ -259,10 +259,14 @@ def run_groups(
     groups = [slice(low, low + size) for low in range(0, len(seeds), size)]
 
     def make(index: int) -> Curves:
-        group, name = groups[index], stage if len(groups) == 1 else f"{stage} {index + 1}/{len(groups)}"
+        group = groups[index]
         own, facts = seeds[group], {"seeds": [*seeds[group]], "record": [*record], "splits": [*splits]}
         facts |= {"group": [group.start, group.stop], **(work or {})}
-        return keep(facts, lambda: run_free(build(group), optimisee, own, record, splits, report, name))
+
+        def told(stage: str, done: int, total: int, figures: Mapping[str, float]) -> None:
+            report(stage, index * total + done, len(groups) * total, figures)
+
+        return keep(facts, lambda: run_free(build(group), optimisee, own, record, splits, told, stage))
 
     parts = distributed.share_out(make, len(groups))
     losses = {split: torch.cat([part.losses[split] for part in parts], dim=1) for split in splits}

@@ -40,3 +40,8 @@ def data_root(data: str | None = None) -> Path:
         return Path(named).expanduser()
     found, remedy = (f"{named}, which is no folder" if named else "none"), "set L2LOPT_DATA or pass --data"
     raise UserError("data", expected="the folder of the data sets", found=found, remedy=remedy)
+
+
+def damaged(path: Path, found: str, remedy: str) -> UserError:
+    """The error that names a file which cannot be read whole."""
+    return UserError(str(path), expected="a whole file", found=f"damage ({found})", remedy=remedy)

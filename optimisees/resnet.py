@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from l2lopt.errors import UserError, above_0
-from optimisees import images
+from optimisees import image_inputs, images
 from optimisees.module import ModuleOptimisee, accuracy
 
 
@@ -118,11 +118,11 @@ def resnet(
         expected = f"images of at least {2 ** (len(blocks) - 1)} pixels for {len(blocks)} stages"
         raise UserError("resnet: blocks", expected=expected, found=str(height), remedy="take fewer stages")
     classes = int(pictures.train_targets.max()) + 1
-    mean, deviation = (part.to(device) for part in images.statistics(pictures.train_inputs, kind))
+    mean, deviation = (part.to(device) for part in image_inputs.statistics(pictures.train_inputs, kind))
 
     def factory() -> nn.Module:
         model = ResNet(channels, classes, blocks, width).to(kind)
-        return images.Normalised(model, mean, deviation, channels_last, autocast)
+        return image_inputs.Normalised(model, mean, deviation, channels_last, autocast)
 
     return ModuleOptimisee(
         factory,
@@ -133,6 +133,6 @@ def resnet(
         device,
         evaluation_size,
         metrics={"accuracy": accuracy},
-        augment=partial(images.crop_and_flip, padding=4) if crop_and_flip else None,
+        augment=partial(image_inputs.crop_and_flip, padding=4) if crop_and_flip else None,
         evaluation_samples=evaluation_samples,
     )

@@ -19,7 +19,7 @@ from scipy.io import savemat
 from torchvision.datasets import CIFAR10, MNIST, SVHN
 
 from l2lopt.errors import UserError
-from optimisees import images
+from optimisees import image_folders, image_inputs, images
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_images_are_decoded_once_and_again_when_they_change(folder, caplog):
     caplog.set_level(logging.INFO, "l2lopt")
 
     def decodings():
-        images._decoded.cache_clear()
+        image_folders._decoded.cache_clear()
         caplog.clear()
         data = images.load(str(folder))
         return data, sum("once" in record.message for record in caplog.records)
@@ -71,7 +71,7 @@ def test_where_the_folder_may_only_be_read_the_users_cache_is_taken(folder, tmp_
     (folder.parent / ".l2lopt-cache").write_text("a file in the way")
     first = images.load(str(folder))
     assert len(list((tmp_path / "own" / "l2lopt").glob("pictures-native-*.safetensors"))) == 1
-    images._decoded.cache_clear()
+    image_folders._decoded.cache_clear()
     assert torch.equal(images.load(str(folder)).train_inputs, first.train_inputs)
 
 
@@ -254,7 +254,7 @@ def test_svhn(tmp_path):
 def test_statistics_are_those_of_numpy():
     values = torch.randint(256, (7, 3, 5, 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     values[:, 2] = 8
-    mean, deviation = images.statistics(values, torch.float64)
+    mean, deviation = image_inputs.statistics(values, torch.float64)
     assert mean.numpy() == pytest.approx(values.numpy().mean((0, 2, 3)), rel=1e-12)
     assert deviation[:2].numpy() == pytest.approx(values.numpy().std((0, 2, 3))[:2], rel=1e-12)
     assert deviation[2] == 1
@@ -262,7 +262,7 @@ def test_statistics_are_those_of_numpy():
 
 def test_crop_and_flip_give_pieces_of_the_padded_images_or_their_mirror_images():
     values = torch.randint(1, 256, (40, 2, 5, 6), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    changed = images.crop_and_flip(values, torch.Generator().manual_seed(2), padding=2)
+    changed = image_inputs.crop_and_flip(values, torch.Generator().manual_seed(2), padding=2)
     assert changed.dtype == torch.uint8
     padded = np.pad(values.numpy(), ((0, 0), (0, 0), (2, 2), (2, 2)))
     seen = set()
@@ -294,4 +294,4 @@ def test_the_real_cifar10():
     assert [tuple(part.shape) for part in data] == [(50_000, 3, 32, 32), (50_000,), (10_000, 3, 32, 32), (10_000,)]
     assert data.train_targets.bincount().tolist() == [5000] * 10
     assert data.test_targets.bincount().tolist() == [1000] * 10
-    assert images.statistics(data.train_inputs)[0].tolist() == pytest.approx([125.3, 123.0, 113.9], abs=1)
+    assert image_inputs.statistics(data.train_inputs)[0].tolist() == pytest.approx([125.3, 123.0, 113.9], abs=1)
