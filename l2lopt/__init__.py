@@ -1,26 +1,32 @@
 """Neural networks that learn to be optimisers: meta-train them, compare them, use them.
 
 `meta_train`, `evaluate`, `train`, `reproduce`, `plot` and `demo` do what the command line does; `save` and `load` keep
-learned optimisers, and `LearnedOptimizer` puts one into any training loop.
+learned optimisers, `list_weights` names those that come with the package, `push` and `pull` share them, and
+`LearnedOptimizer` puts one into any training loop.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from l2lopt.errors import UserError
-    from l2lopt.experiments import demo, evaluate, meta_train, plot, train
+    from l2lopt.experiments import demo, evaluate, meta_train, plot, publish, train
+    from l2lopt.hub import pull, push
     from l2lopt.studies import reproduce
     from l2lopt.torch_optim import LearnedOptimizer
-    from l2lopt.weights import load, save
+    from l2lopt.weights import list_weights, load, save
 
 _HOME = {
     "LearnedOptimizer": "torch_optim",
     "UserError": "errors",
     "demo": "experiments",
     "evaluate": "experiments",
+    "list_weights": "weights",
     "load": "weights",
     "meta_train": "experiments",
     "plot": "experiments",
+    "publish": "experiments",
+    "pull": "hub",
+    "push": "hub",
     "reproduce": "studies",
     "save": "weights",
     "train": "experiments",
@@ -41,9 +47,13 @@ __all__ = [
     "UserError",
     "demo",
     "evaluate",
+    "list_weights",
     "load",
     "meta_train",
     "plot",
+    "publish",
+    "pull",
+    "push",
     "reproduce",
     "save",
     "train",

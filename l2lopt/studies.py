@@ -18,12 +18,14 @@ from pydantic import Field, NonNegativeInt, ValidationError
 from torch import Tensor
 
 from l2lopt import config as configs
-from l2lopt import distributed, evaluation, experiments, forecast, kernels, plotting, tables, weights
+from l2lopt import distributed, evaluation, experiments, forecast, kernels, optimisers, plotting, tables, weights
 from l2lopt.config import Config
 from l2lopt.errors import UserError
 from l2lopt.evaluation import SPLITS, Curves, Evaluation, FreeRun, Tuned
+from l2lopt.optimisers import Optimiser
 from l2lopt.records import existing, write_json, write_text
 from l2lopt.settings import Settings
+from l2lopt.tables import Choice
 from l2lopt.threads import cpu_threads
 from l2lopt.types import Report, silent
 
@@ -46,6 +48,9 @@ class Contender(Settings):
     """The path of its config, beside the study's file."""
     changes: list[str] = Field(default_factory=list)
     """Made to it, before those of the problem."""
+    optimiser: Choice | None = None
+    """Taken as it is in the place of the config's, which is meta-trained: a table of `weights`, a name or a file, or
+    one of ours with its rate."""
 
 
 class Study(Settings):
@@ -171,6 +176,7 @@ def _pieces(study: Study, place: _Place) -> Iterator[_Work]:
         for index in range(len(study.optimisers)):
             config = _config(study, place, _Work(number, index, study.meta_seeds[0]))
             configs.build(config)
+            _given(study.optimisers[index])
             if (config.evaluation, config.optimisee) != (first.evaluation, first.optimisee):
                 where = f"{place.source}: {study.optimisers[index].label} on {problem.label}"
                 expected, remedy = (
@@ -181,7 +187,8 @@ def _pieces(study: Study, place: _Place) -> Iterator[_Work]:
     for seed in study.meta_seeds:
         for number in range(len(study.problems)):
             for index in range(len(study.optimisers)):
-                yield _Work(number, index, seed)
+                if seed in _seeds(study, index):
+                    yield _Work(number, index, seed)
     for number in range(len(study.problems)):
         for index in range(len(_config(study, place, _Work(number, 0, None)).evaluation.baselines)):
             yield _Work(number, index, None)
@@ -200,7 +207,8 @@ def _forecast(study: Study, place: _Place, pieces: Sequence[_Work], jobs: int) -
         if piece.meta_seed is None:
             stages["baselines"] += costs.baseline_run(config, config.evaluation.baselines[piece.optimiser])
         else:
-            stages["meta-training"] += costs.meta_training(config)
+            if study.optimisers[piece.optimiser].optimiser is None:
+                stages["meta-training"] += costs.meta_training(config)
             stages["free runs"] += costs.learned_run(config)
     if missing:
         parts = ", ".join(f"{name} {forecast.said(seconds)}" for name, seconds in stages.items() if seconds)
@@ -220,6 +228,19 @@ def _make_together(place: _Place, pieces: Sequence[_Work], jobs: int, report: Re
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def _seeds(study: Study, index: int) -> list[int]:
+    """The meta-seeds of an optimiser; one that is taken as it is counts as the first."""
+    return study.meta_seeds[:1] if study.optimisers[index].optimiser is not None else study.meta_seeds
+
+
+def _given(contender: Contender) -> Optimiser | None:
+    """The optimiser that is taken as it is."""
+    choice = contender.optimiser
+    if isinstance(choice, dict) and "weights" in choice:
+        return weights.load(choice["weights"])
+    return None if choice is None else optimisers.build(choice)
 
 
 class _Task(NamedTuple):
@@ -246,9 +267,13 @@ def _task(place: _Place, piece: _Work) -> _Task:
         return _Task(
             config, home / f"{_slug(baseline.name)}.json", work | {"baseline": baseline.model_dump(mode="json")}
         )
-    folder = home / f"{_slug(study.optimisers[piece.optimiser].label)}-{piece.meta_seed}"
-    work["recipe"] = config.model_dump(mode="json", exclude={"evaluation", "label"})
-    work["weights"] = _digest(folder / "optimiser.safetensors")
+    contender = study.optimisers[piece.optimiser]
+    folder, given = home / f"{_slug(contender.label)}-{piece.meta_seed}", _given(contender)
+    if given is None:
+        work["recipe"] = config.model_dump(mode="json", exclude={"evaluation", "label"})
+        work["weights"] = _digest(folder / "optimiser.safetensors")
+    else:
+        work["rule"] = weights.digest(given)
     return _Task(config, folder / "free-run.json", work)
 
 
@@ -271,7 +296,8 @@ def _make(place: _Place, piece: _Work, report: Report = silent) -> None:
     if distributed.on_first(lambda: _read(place, piece) is not None):
         return
     study, (config, path, work) = load(place.source), _task(place, piece)
-    if piece.meta_seed is not None:
+    given = None if piece.meta_seed is None else _given(study.optimisers[piece.optimiser])
+    if piece.meta_seed is not None and given is None:
         experiments.meta_train(config, path.parent, resume=True, report=report)
         work["weights"] = _digest(path.parent / "optimiser.safetensors")
     keep, settings = _Groups(path, work), config.evaluation
@@ -281,9 +307,9 @@ def _make(place: _Place, piece: _Work, report: Report = silent) -> None:
             baseline = settings.baselines[piece.optimiser]
             run = evaluation.baseline_run(baseline, optimisee, settings, seed=study.seed, report=report, keep=keep)
         else:
-            rule = weights.load(path.parent / "optimiser.safetensors").to(configs.device(config.device))
+            rule = given or weights.load(path.parent / "optimiser.safetensors")
             run = evaluation.learned_run(
-                kernels.fast(rule, config.backend),
+                kernels.fast(rule.to(configs.device(config.device)), config.backend),
                 optimisee,
                 settings,
                 seed=study.seed,
@@ -362,7 +388,7 @@ def _compared(study: Study, place: _Place, problem: int) -> "_Compared":
     """All pieces of a problem side by side, a learned optimiser's losses meaned over its meta-seeds."""
     spread, runs = {}, {}
     for index, contender in enumerate(study.optimisers):
-        own = [_there(place, _Work(problem, index, seed)) for seed in study.meta_seeds]
+        own = [_there(place, _Work(problem, index, seed)) for seed in _seeds(study, index)]
         losses: dict[Any, dict[int, Tensor]] = {
             split: {
                 step: torch.stack([run.losses[split][step] for run in own]).mean(0) for step in own[0].losses[split]
@@ -404,7 +430,7 @@ def _table(label: str, compared: _Compared) -> str:
                 seeds = compared.means(optimiser, split, horizon)
                 cell = f"**{cell}**" if row.difference_high < 0 else cell
                 cell += " ↑" if row.difference_low > 0 else ""
-                cell += f" ({min(seeds):.3g}–{max(seeds):.3g})"
+                cell += f" ({min(seeds):.3g}–{max(seeds):.3g})" if len(seeds) > 1 else ""
             cells.append(cell)
         text.append(f"| {optimiser} | {' | '.join(cells)} |")
     return "\n".join(text)

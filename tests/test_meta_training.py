@@ -306,11 +306,14 @@ def log_loss(problem, optimiser):
     return float(run_free(optimiser, problem, [1], [10], ("train",)).losses["train"].log().mean())
 
 
-@pytest.mark.parametrize(("rule", "told"), [("additive", False), ("direction-and-magnitude", True)])
-def test_what_a_meta_gradient_takes_and_leaves_out_is_told_once(quadratic, caplog, rule, told):
+@pytest.mark.parametrize(
+    ("rule", "share", "told"),
+    [("additive", 0.5, False), ("direction-and-magnitude", 1.0, False), ("direction-and-magnitude", 0.5, True)],
+)
+def test_what_a_meta_gradient_takes_and_leaves_out_is_told_once(quadratic, caplog, rule, share, told):
     optimiser = optimisers.make("coordinatewise", hidden_size=3, rule=rule).double()
     with caplog.at_level("INFO", logger="l2lopt"):
-        train(optimiser, quadratic, Blockwise(), unrolls=UnrollSettings(length=6, truncation=3))
+        train(optimiser, quadratic, Blockwise(share=share), unrolls=UnrollSettings(length=6, truncation=3))
     lines = [record.getMessage() for record in caplog.records]
     assert sum("a meta-gradient of 3 steps: record" in line for line in lines) == 1
     assert sum("slope" in line for line in lines) == told

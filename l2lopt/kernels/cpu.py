@@ -168,7 +168,7 @@ class CPU(Optimiser):
             {key: _flat(value, grads) for key, value in coordinates.items()},
             update.view(-1),
         )
-        statistic = RootMeanSquare(state.layout, batch) if rule.statistic else None
+        statistic = RootMeanSquare(state.layout, batch, rule.by_fan_in) if rule.statistic else None
         runs = _runs(grads.numel())
 
         def first(index: int) -> list[tuple[Tensor | None, list[tuple[int, float]]]]:
@@ -176,6 +176,8 @@ class CPU(Optimiser):
             results = []
             for block in whole.blocks(*runs[index]):
                 bad = step.run(buffers, block)
+                if bad is not None:
+                    block.update[bad] = 0
                 squares = statistic.squares(block.start, block.update) if statistic and after is None else []
                 results.append((None if bad is None else bad + block.start, squares))
             idle.append(buffers)
