@@ -192,6 +192,8 @@ def run_free(
 ) -> Curves:
     """Runs an optimiser on fresh problems, a row for each seed, all rows in one vectorised pass.
 
+    Once no parameter is a number any more nothing can change that: the steps that are left are not made.
+
     Args:
         optimiser: learned or hand-made.
         optimisee: the problem.
@@ -205,13 +207,16 @@ def run_free(
     loss = flat_loss(optimisee, layout)
     state = optimiser.init(layout, (len(seeds),), like=params)
     losses: dict[Split, list[Tensor]] = {split: [] for split in splits}
-    marks, seconds = set(record), 0.0
+    marks, seconds, steps, values = set(record), 0.0, 0, params.new_zeros(len(seeds))
     for step in range(max(record) + 1):
+        lost = _nowhere(values, params)
         if step in marks:
             for split in splits:
-                losses[split].append(evaluate_rows(optimisee, layout, split, seeds, params, aux))
+                nothing = params.new_full((len(seeds),), torch.nan)
+                found = nothing if lost else evaluate_rows(optimisee, layout, split, seeds, params, aux)
+                losses[split].append(found)
             report(stage, step, max(record), {split: float(losses[split][-1].mean()) for split in splits})
-        if step < max(record):
+        if step < max(record) and not lost:
             batch = batch_rows(optimisee, "train", seeds, step)
             start = time.perf_counter()
             theta = params.requires_grad_()
@@ -224,8 +229,14 @@ def run_free(
             if params.is_cuda:
                 torch.cuda.synchronize(params.device)
             seconds += time.perf_counter() - start
+            steps += 1
     taken = {split: torch.stack(values).cpu() for split, values in losses.items()}
-    return Curves(sorted(marks), taken, seconds / max(1, max(record) * len(seeds)))
+    return Curves(sorted(marks), taken, seconds / max(1, steps * len(seeds)))
+
+
+def _nowhere(losses: Tensor, params: Tensor) -> bool:
+    """Whether no parameter is a number; the losses of the last step are looked at first, as they are few."""
+    return not bool(losses.isfinite().any()) and bool(params.isnan().all())
 
 
 def run_groups(
