@@ -37,7 +37,7 @@ class Optimisee(ABC):
 
     @abstractmethod
     def whole(self, split: Split, seed: int) -> Iterator[tuple[Batch, int]]:
-        """All of a split, as batches with the number of samples in each."""
+        """All of a split, or always the same part of it, as batches with the number of samples in each."""
 
     def metrics(self, params: Params, aux: Aux, batch: Batch) -> dict[str, Tensor]:
         """What else is worth knowing in test mode, such as the accuracy, each a mean over samples; none by default."""
