@@ -10,8 +10,14 @@ from optimisees.datasets import InMemory, digits
 from optimisees.mlp import mlp
 from optimisees.module import ModuleOptimisee
 from optimisees.quadratic import Quadratic
+from optimisees.resnet import resnet
 
-OPTIMISEES: Mapping[str, Callable[..., Optimisee]] = {"quadratic": Quadratic, "mlp": mlp, "convnet": convnet}
+OPTIMISEES: Mapping[str, Callable[..., Optimisee]] = {
+    "quadratic": Quadratic,
+    "mlp": mlp,
+    "convnet": convnet,
+    "resnet": resnet,
+}
 
 
 def make(name: str, **options: Any) -> Optimisee:
@@ -20,4 +26,15 @@ def make(name: str, **options: Any) -> Optimisee:
     return optimisee
 
 
-__all__ = ["OPTIMISEES", "InMemory", "ModuleOptimisee", "Optimisee", "Quadratic", "convnet", "digits", "make", "mlp"]
+__all__ = [
+    "OPTIMISEES",
+    "InMemory",
+    "ModuleOptimisee",
+    "Optimisee",
+    "Quadratic",
+    "convnet",
+    "digits",
+    "make",
+    "mlp",
+    "resnet",
+]
