@@ -232,6 +232,12 @@ def small_resnet(**options: Any) -> ModuleOptimisee:
     return resnet((1, 1), 2, pictures(), **options)
 
 
+def on_pictures(make: Any, *sizes: Any) -> ModuleOptimisee:
+    """A small classifier on the pictures."""
+    made: ModuleOptimisee = make(*sizes, dataset=pictures(), batch_size=5, heldout=0.3, dtype="float64")
+    return made
+
+
 SAMPLED = {
     "mlp": partial(mlp, (4,), batch_size=300, dtype="float64"),
     "convnet": partial(convnet, (2, 3), 4, batch_size=300, dtype="float64"),
@@ -249,6 +255,8 @@ SAMPLED = {
 """The optimisees that draw batches from a set of samples."""
 OPTIMISEES = {
     "quadratic": partial(Quadratic, 4, "float64"),
+    "mlp on images": partial(on_pictures, mlp, (3,)),
+    "convnet on images": partial(on_pictures, convnet, (2, 2), 3),
     "resnet on changed images": partial(small_resnet, channels_last=True, crop_and_flip=True, evaluation_samples=6),
     **SAMPLED,
 }
