@@ -75,6 +75,7 @@ CELLS = {
         for reset in ("before", "after")
         for biases in ("none", "one", "two")
     },
+    "lstm two biases": cell("lstm", biases="two"),
     "gru new with gate bias": cell("gru", gate_bias=True),
     "gru kept with gate bias": cell("gru", update="kept", gate_bias=True),
     **{f"{name} with gate bias": cell(name, gate_bias=True) for name in GATE_BIASED},
@@ -153,6 +154,7 @@ LEARNED = {label: make for label, make in OPTIMISERS.items() if list(make().para
 
 FOLDED = {
     "lstm": "lstm",
+    "lstm two biases": {"name": "lstm", "biases": "two"},
     "ihc-lstm": "ihc-lstm",
     "ihc-lstm with gate bias": {"name": "ihc-lstm", "gate_bias": True},
     "ihc-lstm without gate input": {"name": "ihc-lstm", "gate_input": False},

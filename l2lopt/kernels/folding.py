@@ -50,7 +50,8 @@ def fold(optimiser: Coordinatewise, phi: Params) -> Folded:
     embed = torch.cat([phi["embedding.weight"], phi["embedding.bias"][:, None]], dim=1)  # [N, F + 1]
     head, head_bias = phi["head.weight"], phi["head.bias"]
     if isinstance(optimiser.cell, LSTM):
-        rows = _joined(embed, phi["cell.weight_x"], phi["cell.weight_h"], phi["cell.bias"])
+        bias = phi["cell.bias"] + phi["cell.bias_h"] if "cell.bias_h" in phi else phi["cell.bias"]
+        rows = _joined(embed, phi["cell.weight_x"], phi["cell.weight_h"], bias)
         i, f, a, o = rows.chunk(4)
         return Folded(torch.cat([i, f, o, a]), None, None, head, head_bias)
     back = phi["cell.highway.feedback.weight_h"]
