@@ -1,14 +1,14 @@
 """Neural networks that learn to be optimisers: meta-train them, compare them, use them.
 
-`meta_train`, `evaluate`, `train`, `reproduce`, `plot` and `demo` do what the command line does; `save` and `load` keep
-learned optimisers, and `LearnedOptimizer` puts one into any training loop.
+`meta_train`, `evaluate`, `train`, `sample`, `reproduce`, `plot` and `demo` do what the command line does; `save` and
+`load` keep learned optimisers, and `LearnedOptimizer` puts one into any training loop.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from l2lopt.errors import UserError
-    from l2lopt.experiments import demo, evaluate, meta_train, plot, train
+    from l2lopt.experiments import demo, evaluate, meta_train, plot, sample, train
     from l2lopt.studies import reproduce
     from l2lopt.torch_optim import LearnedOptimizer
     from l2lopt.weights import load, save
@@ -22,6 +22,7 @@ _HOME = {
     "meta_train": "experiments",
     "plot": "experiments",
     "reproduce": "studies",
+    "sample": "experiments",
     "save": "weights",
     "train": "experiments",
 }
@@ -45,6 +46,7 @@ __all__ = [
     "meta_train",
     "plot",
     "reproduce",
+    "sample",
     "save",
     "train",
 ]

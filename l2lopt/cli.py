@@ -1,4 +1,4 @@
-"""The command line: `l2lopt demo | meta-train | evaluate | train | plot`. The only place that prints."""
+"""The command line: `l2lopt demo | meta-train | evaluate | train | sample | plot | reproduce`. It alone prints."""
 
 import logging
 import os
@@ -115,6 +115,21 @@ def train(
     for name, value in result.metrics.items():
         console.print(f"test {name}: {value:.5f}", highlight=False)
     _left([folder / "model.safetensors", folder / "result.json", folder / "figures" / "training-curve.png"])
+
+
+@app.command()
+def sample(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a trained language model.")],
+    prompt: Annotated[str, typer.Option("--prompt", help="What the text begins with.")] = "",
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Words, or characters, that follow.")] = 100,
+    temperature: Annotated[float, typer.Option("--temperature", help="Above 1 bolder, 0: always the likeliest.")] = 1.0,
+    seed: Annotated[int, typer.Option("--seed", help="Of the draws.")] = 0,
+) -> None:
+    """Go on with a text by a trained language model."""
+    from l2lopt import experiments
+
+    text = experiments.sample(run, prompt, tokens=tokens, temperature=temperature, seed=seed)
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()

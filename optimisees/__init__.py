@@ -7,11 +7,17 @@ from l2lopt import tables
 from l2lopt.optimisee import Optimisee
 from optimisees.convnet import convnet
 from optimisees.datasets import InMemory, digits
+from optimisees.language_model import LanguageModel
 from optimisees.mlp import mlp
 from optimisees.module import ModuleOptimisee
 from optimisees.quadratic import Quadratic
 
-OPTIMISEES: Mapping[str, Callable[..., Optimisee]] = {"quadratic": Quadratic, "mlp": mlp, "convnet": convnet}
+OPTIMISEES: Mapping[str, Callable[..., Optimisee]] = {
+    "quadratic": Quadratic,
+    "mlp": mlp,
+    "convnet": convnet,
+    "language-model": LanguageModel,
+}
 
 
 def make(name: str, **options: Any) -> Optimisee:
@@ -20,4 +26,15 @@ def make(name: str, **options: Any) -> Optimisee:
     return optimisee
 
 
-__all__ = ["OPTIMISEES", "InMemory", "ModuleOptimisee", "Optimisee", "Quadratic", "convnet", "digits", "make", "mlp"]
+__all__ = [
+    "OPTIMISEES",
+    "InMemory",
+    "LanguageModel",
+    "ModuleOptimisee",
+    "Optimisee",
+    "Quadratic",
+    "convnet",
+    "digits",
+    "make",
+    "mlp",
+]

@@ -10,12 +10,12 @@ Numbers = npt.NDArray[np.float64]
 class KneserNey:
     """Interpolated Kneser-Ney smoothing with three discounts per order (Chen and Goodman 1999, "modified").
 
-    P_n(w | h) = (c_n(h w) − D_n(c_n(h w))) / c_n(h) + Σ_v D_n(c_n(h v)) / c_n(h) · P_{n−1}(w | h'), h' without its first
-    token and P_0 = 1/V; after a history h that was never seen, P_n = P_{n−1}. c_n(h w) is a count at the highest order,
-    and below it the number of different tokens before h w; where h w opens a line nothing can stand before it, and it
-    is a count there too. c_n(h) is the sum over all w. With m_k n-grams of c_n = k and Y = m₁ / (m₁ + 2 m₂), what is
-    taken is D(1) = 1 − 2Y m₂/m₁, D(2) = 2 − 3Y m₃/m₂ and D(k ≥ 3) = 3 − 4Y m₄/m₃ (½ each where an m_k is 0). A history
-    begins at the latest line's end, which also stands before the text's first token.
+    P_n(w | h) = (c_n(h w) − D_n(c_n(h w))) / c_n(h) + Σ_v D_n(c_n(h v)) / c_n(h) · P_{n−1}(w | h'), h' without its
+    first token and P_0 = 1/V; after a history h that was never seen, P_n = P_{n−1}. c_n(h w) is a count at the highest
+    order, and below it the number of different tokens before h w; where h w opens a line nothing can stand before it,
+    and it is a count there too. c_n(h) is the sum over all w. With m_k n-grams of c_n = k and Y = m₁ / (m₁ + 2 m₂),
+    what is taken is D(1) = 1 − 2Y m₂/m₁, D(2) = 2 − 3Y m₃/m₂ and D(k ≥ 3) = 3 − 4Y m₄/m₃ (½ each where an m_k is 0). A
+    history begins at the latest line's end, which also stands before the text's first token.
 
     N tokens take O(N · order) memory and sorting. On the Penn Treebank, order 5: 141.2 on the test text.
 
@@ -76,7 +76,7 @@ class KneserNey:
         return found[1:]
 
     def perplexity(self, text: Integers) -> float:
-        """exp of the mean of −log P over a text."""
+        """Exp of the mean of −log P over a text."""
         return float(np.exp(-np.log(self.probabilities(text)).mean()))
 
     def _opened(self, text: Integers) -> tuple[Integers, Integers]:

@@ -3,6 +3,7 @@
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from l2lopt import tables
-from l2lopt.errors import UserError, did_you_mean
+from l2lopt.errors import UserError
 from l2lopt.tables import Choice
 
 Unit: TypeAlias = Literal["word", "character"]
@@ -45,11 +46,20 @@ class Vocabulary(NamedTuple):
         places = {token: place for place, token in enumerate(self.tokens)}
         for token in tokens:
             if token not in places:
-                remedy = did_you_mean(token, places) if self.unit == "word" else "leave it out"
-                remedy = "write <unk> for it" if remedy.startswith("choose") and "<unk>" in places else remedy[:200]
+                near = get_close_matches(token, places, n=1)
+                other = "write <unk> for it" if "<unk>" in places else "leave it out"
+                remedy = f"did you mean {near[0]!r}?" if near else other
                 expected = f"{self.unit}s of the vocabulary"
                 raise UserError(where, expected=expected, found=repr(token), remedy=remedy)
         return torch.tensor([places[token] for token in tokens], dtype=torch.int64)
+
+    def prompt(self, text: str) -> Tensor:
+        """The places of what a text begins with, its last line still open.
+
+        Raises:
+            UserError: as `encode`.
+        """
+        return self.encode(split(f"{text}\n", self.unit)[:-1], "prompt")
 
     def decode(self, places: Sequence[int]) -> str:
         """The text of these places, a new line for every `<eos>`."""
@@ -60,7 +70,7 @@ class Vocabulary(NamedTuple):
 
     def facts(self) -> dict[str, object]:
         """What JSON can say of it."""
-        return {"unit": self.unit, "tokens": list(self.tokens)}
+        return {"tokens": list(self.tokens), "unit": self.unit}
 
 
 class Corpus(NamedTuple):

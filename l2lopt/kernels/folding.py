@@ -50,8 +50,9 @@ def fold(optimiser: Coordinatewise, phi: Params) -> Folded:
     embed = torch.cat([phi["embedding.weight"], phi["embedding.bias"][:, None]], dim=1)  # [N, F + 1]
     head, head_bias = phi["head.weight"], phi["head.bias"]
     if isinstance(optimiser.cell, LSTM):
-        bias = phi["cell.bias"] + phi["cell.bias_h"] if "cell.bias_h" in phi else phi["cell.bias"]
-        rows = _joined(embed, phi["cell.weight_x"], phi["cell.weight_h"], bias)
+        rows = _joined(embed, phi["cell.weight_x"], phi["cell.weight_h"], phi["cell.bias"])
+        if "cell.bias_h" in phi:
+            rows = torch.cat([rows[:, :-1], rows[:, -1:] + phi["cell.bias_h"][:, None]], dim=1)
         i, f, a, o = rows.chunk(4)
         return Folded(torch.cat([i, f, o, a]), None, None, head, head_bias)
     back = phi["cell.highway.feedback.weight_h"]
