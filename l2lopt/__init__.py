@@ -1,7 +1,8 @@
 """Neural networks that learn to be optimisers: meta-train them, compare them, use them.
 
 `meta_train`, `evaluate`, `train`, `sample`, `reproduce`, `plot` and `demo` do what the command line does; `save` and
-`load` keep learned optimisers, and `LearnedOptimizer` puts one into any training loop.
+`load` keep learned optimisers, `list_weights` names those that come with the package, `push` and `pull` share them, and
+`LearnedOptimizer` puts one into any training loop.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -9,18 +10,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from l2lopt.errors import UserError
     from l2lopt.experiments import demo, evaluate, meta_train, plot, sample, train
+    from l2lopt.hub import pull, push
     from l2lopt.studies import reproduce
     from l2lopt.torch_optim import LearnedOptimizer
-    from l2lopt.weights import load, save
+    from l2lopt.weights import list_weights, load, save
 
 _HOME = {
     "LearnedOptimizer": "torch_optim",
     "UserError": "errors",
     "demo": "experiments",
     "evaluate": "experiments",
+    "list_weights": "weights",
     "load": "weights",
     "meta_train": "experiments",
     "plot": "experiments",
+    "pull": "hub",
+    "push": "hub",
     "reproduce": "studies",
     "sample": "experiments",
     "save": "weights",
@@ -42,9 +47,12 @@ __all__ = [
     "UserError",
     "demo",
     "evaluate",
+    "list_weights",
     "load",
     "meta_train",
     "plot",
+    "pull",
+    "push",
     "reproduce",
     "sample",
     "save",

@@ -87,8 +87,8 @@ class TrainConfig(_Common):
 
     optimiser: Choice
     """One of ours, learned or hand-made, or `torch.optim.RMSprop` and its like: a name, or a table of the name and its
-    options; or a table of `weights`, a file that meta-training has left, and `lr`, by which its updates are multiplied
-    (1 by default)."""
+    options; or a table of `weights`, the name of one that comes with the package or a file that meta-training has left,
+    and any of `LearnedOptimizer`'s `lr`, `weight_decay`, `max_update` and `fallback`."""
     train: TrainSettings = TrainSettings()
     """How long, and what is watched."""
 
@@ -225,9 +225,16 @@ def _factory(choice: Choice, seed: int) -> OptimizerFactory:
     return partial(LearnedOptimizer, weights=built) if isinstance(built, Optimiser) else built
 
 
-def _trained(weights: str, lr: float = 1.0) -> OptimizerFactory:
-    """The learned optimiser in a file."""
-    return partial(LearnedOptimizer, weights=files.load(weights), lr=lr)
+def _trained(
+    weights: str,
+    lr: float = 1.0,
+    weight_decay: float = 0.0,
+    max_update: float | None = None,
+    fallback: Choice | None = None,
+) -> OptimizerFactory:
+    """A learned optimiser from its file or by its name."""
+    options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "max_update": max_update, "fallback": fallback}
+    return partial(LearnedOptimizer, weights=files.load(weights), **options)
 
 
 def _read(source: str | Path | Mapping[str, Any] | Settings) -> tuple[str, dict[str, Any]]:

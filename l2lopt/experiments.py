@@ -283,7 +283,7 @@ def _digest(optimiser: Choice) -> str | None:
     """What tells the weights that an optimiser is loaded from, if it is, from all others."""
     if isinstance(optimiser, str) or "weights" not in optimiser:
         return None
-    return hashlib.sha256(Path(optimiser["weights"]).read_bytes()).hexdigest()
+    return hashlib.sha256(weights.find(optimiser["weights"]).read_bytes()).hexdigest()
 
 
 def _config_of(folder: Path, changes: Sequence[str]) -> Config:

@@ -169,7 +169,7 @@ def cut(layout: Layout, rule: Optimiser) -> list[tuple[int, int, Layout]]:
     for end, size in enumerate(layout.sizes, 1):
         high += size
         if high - low >= PIECE or end == len(layout.names):
-            pieces.append((low, high, Layout(layout.names[first:end], layout.shapes[first:end])))
+            pieces.append((low, high, layout.part(first, end)))
             first, low = end, high
     return pieces
 

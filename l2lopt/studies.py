@@ -16,12 +16,14 @@ from pydantic import Field, NonNegativeInt, ValidationError
 from torch import Tensor
 
 from l2lopt import config as configs
-from l2lopt import evaluation, experiments, kernels, plotting, tables, weights
+from l2lopt import evaluation, experiments, kernels, optimisers, plotting, tables, weights
 from l2lopt.config import Config
 from l2lopt.errors import UserError
 from l2lopt.evaluation import SPLITS, Evaluation, FreeRun, Tuned
+from l2lopt.optimisers import Optimiser
 from l2lopt.records import existing, write_json, write_text
 from l2lopt.settings import Settings
+from l2lopt.tables import Choice
 from l2lopt.threads import cpu_threads
 from l2lopt.types import Report, silent
 
@@ -44,6 +46,9 @@ class Contender(Settings):
     """The path of its config, beside the study's file."""
     changes: list[str] = Field(default_factory=list)
     """Made to it, before those of the problem."""
+    optimiser: Choice | None = None
+    """Taken as it is in the place of the config's, which is meta-trained: a table of `weights`, a name or a file, or
+    one of ours with its rate."""
 
 
 class Study(Settings):
@@ -149,6 +154,7 @@ def _pieces(study: Study, place: _Place) -> Iterator[_Work]:
         for index in range(len(study.optimisers)):
             config = _config(study, place, _Work(number, index, study.meta_seeds[0]))
             configs.build(config)
+            _given(study.optimisers[index])
             if (config.evaluation, config.optimisee) != (first.evaluation, first.optimisee):
                 where = f"{place.source}: {study.optimisers[index].label} on {problem.label}"
                 expected, remedy = (
@@ -159,7 +165,8 @@ def _pieces(study: Study, place: _Place) -> Iterator[_Work]:
     for seed in study.meta_seeds:
         for number in range(len(study.problems)):
             for index in range(len(study.optimisers)):
-                yield _Work(number, index, seed)
+                if seed in _seeds(study, index):
+                    yield _Work(number, index, seed)
     for number in range(len(study.problems)):
         for index in range(len(_config(study, place, _Work(number, 0, None)).evaluation.baselines)):
             yield _Work(number, index, None)
@@ -175,6 +182,19 @@ def _make_together(place: _Place, pieces: Sequence[_Work], jobs: int, report: Re
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def _seeds(study: Study, index: int) -> list[int]:
+    """The meta-seeds of an optimiser; one that is taken as it is counts as the first."""
+    return study.meta_seeds[:1] if study.optimisers[index].optimiser is not None else study.meta_seeds
+
+
+def _given(contender: Contender) -> Optimiser | None:
+    """The optimiser that is taken as it is."""
+    choice = contender.optimiser
+    if isinstance(choice, dict) and "weights" in choice:
+        return weights.load(choice["weights"])
+    return None if choice is None else optimisers.build(choice)
 
 
 def _leave(place: _Place, piece: _Work) -> None:
@@ -197,15 +217,20 @@ def _make(place: _Place, piece: _Work, report: Report = silent) -> FreeRun:
     if piece.meta_seed is None:
         baseline = config.evaluation.baselines[piece.optimiser]
         path, work["baseline"] = home / f"{_slug(baseline.name)}.json", baseline.model_dump(mode="json")
+        given = None
     else:
-        folder = home / f"{_slug(study.optimisers[piece.optimiser].label)}-{piece.meta_seed}"
+        contender = study.optimisers[piece.optimiser]
+        folder, given = home / f"{_slug(contender.label)}-{piece.meta_seed}", _given(contender)
         path, file = folder / "free-run.json", folder / "optimiser.safetensors"
+    if given is not None:
+        work["rule"] = weights.digest(given)
+    elif piece.meta_seed is not None:
         work["recipe"] = config.model_dump(mode="json", exclude={"evaluation", "label"})
         work["weights"] = _digest(file)
     kept = _kept(path, work)
     if kept is not None:
         return kept
-    if piece.meta_seed is not None:
+    if piece.meta_seed is not None and given is None:
         experiments.meta_train(config, folder, resume=True, report=report)
         work["weights"] = _digest(file)
     with cpu_threads(config.threads):
@@ -213,7 +238,7 @@ def _make(place: _Place, piece: _Work, report: Report = silent) -> FreeRun:
         if piece.meta_seed is None:
             run = evaluation.baseline_run(baseline, optimisee, settings, seed=study.seed, report=report)
         else:
-            optimiser = kernels.fast(weights.load(file).to(config.device), config.backend)
+            optimiser = kernels.fast((given or weights.load(file)).to(config.device), config.backend)
             stage = f"run {folder.name}"
             run = evaluation.learned_run(optimiser, optimisee, settings, seed=study.seed, report=report, stage=stage)
     losses = {split: {str(step): row.tolist() for step, row in steps.items()} for split, steps in run.losses.items()}
@@ -256,7 +281,7 @@ def _compared(study: Study, place: _Place, problem: int) -> "_Compared":
     """All pieces of a problem side by side, a learned optimiser's losses meaned over its meta-seeds."""
     spread, runs = {}, {}
     for index, contender in enumerate(study.optimisers):
-        own = [_make(place, _Work(problem, index, seed)) for seed in study.meta_seeds]
+        own = [_make(place, _Work(problem, index, seed)) for seed in _seeds(study, index)]
         losses: dict[Any, dict[int, Tensor]] = {
             split: {
                 step: torch.stack([run.losses[split][step] for run in own]).mean(0) for step in own[0].losses[split]
@@ -298,7 +323,7 @@ def _table(label: str, compared: _Compared) -> str:
                 seeds = compared.means(optimiser, split, horizon)
                 cell = f"**{cell}**" if row.difference_high < 0 else cell
                 cell += " ↑" if row.difference_low > 0 else ""
-                cell += f" ({min(seeds):.3g}–{max(seeds):.3g})"
+                cell += f" ({min(seeds):.3g}–{max(seeds):.3g})" if len(seeds) > 1 else ""
             cells.append(cell)
         text.append(f"| {optimiser} | {' | '.join(cells)} |")
     return "\n".join(text)

@@ -21,7 +21,8 @@ from l2lopt.optimisers.inputs import Loss
 from l2lopt.torch_state import restore
 
 Weights: TypeAlias = str | Path | Mapping[str, Any] | Optimiser
-"""A file that `l2lopt meta-train` has left, a choice by name such as {"name": "adam", "lr": 0.001}, or an optimiser."""
+"""A name in `list_weights()`, a file that `l2lopt meta-train` has left, a choice such as {"name": "adam", "lr": 0.001},
+or an optimiser."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 STATE_DTYPES = ("float32", "bfloat16")
 DIVERGED = 10.0
@@ -52,7 +53,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
     Args:
         params: tensors, (name, tensor) pairs, or groups of them as tables, which may have any of the options below for
             themselves; float32, bfloat16, float16 or float64.
-        weights: the rule: a file, a choice by name, or an optimiser.
+        weights: the rule: a name in `list_weights()`, a file, a choice, or an optimiser.
         lr: multiplies update and decay; schedulers change it.
         weight_decay: λ, decoupled: θ ← θ − lr·λ·θ.
         max_update: the largest size of a coordinate of u, before lr; None is no bound.

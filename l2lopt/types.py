@@ -30,6 +30,19 @@ class Layout:
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
+    fan_ins: tuple[int, ...] = ()
+    """Numbers that each of a tensor's outputs is made of: the product of all axes but the first. A vector or scalar (a
+    bias, a norm's gain) takes that of the last matrix before it, or its own size where there is none. Worked out from
+    the shapes unless given."""
+
+    def __post_init__(self) -> None:
+        if not self.fan_ins:
+            found: list[int] = []
+            last = 0
+            for shape in self.shapes:
+                last = prod(shape[1:]) if len(shape) > 1 else last
+                found.append(max(last or prod(shape), 1))
+            object.__setattr__(self, "fan_ins", tuple(found))
 
     @classmethod
     def of(cls, params: Mapping[str, Tensor]) -> "Layout":
@@ -62,13 +75,17 @@ class Layout:
         parts: tuple[Tensor, ...] = flat.split(self.sizes, dim=-1)
         return parts
 
+    def part(self, first: int, end: int) -> "Layout":
+        """The layout of tensors `first` … `end` − 1 alone."""
+        return Layout(self.names[first:end], self.shapes[first:end], self.fan_ins[first:end])
+
     def between(self, low: int, high: int) -> "Layout":
         """The layout of coordinates `low` … `high` − 1: all names, with the sizes of what lies between."""
         sizes, first = [], 0
         for size in self.sizes:
             sizes.append((max(0, min(high, first + size) - max(low, first)),))
             first += size
-        return Layout(self.names, tuple(sizes))
+        return Layout(self.names, tuple(sizes), self.fan_ins)
 
 
 pytree.register_pytree_node(Layout, lambda layout: ([], layout), lambda _, layout: layout)

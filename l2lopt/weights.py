@@ -1,8 +1,12 @@
-"""Learned optimisers as safetensors files; the header says how to build the optimiser. Nothing is unpickled."""
+"""Learned optimisers as safetensors files; the header says how to build the optimiser. Nothing is unpickled.
+
+Those in `trained/` travel with the package and are found by name.
+"""
 
 import hashlib
 import json
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +16,29 @@ from torch import Tensor, nn
 from l2lopt import optimisers, store
 from l2lopt.errors import UserError
 from l2lopt.optimisers import Optimiser
+from l2lopt.records import existing
 
 VERSION = 1
-"""Of the file's layout: the header's one key `l2lopt` holds {"version", "optimiser", "training"} as JSON."""
+"""Of the file's layout: the header's one key `l2lopt` holds {"version", "release", "optimiser", "training"} as JSON."""
+HOME = Path(__file__).with_name("trained")
+"""Where the files are that travel with the package."""
+
+
+def list_weights() -> list[str]:
+    """The names of the learned optimisers that come with the package; `header(name)` has their recipe and figures."""
+    return sorted(path.stem for path in HOME.glob("*.safetensors"))
+
+
+def find(weights: str | Path) -> Path:
+    """The file of a name in `list_weights()`, or the path as it is.
+
+    Raises:
+        UserError: where neither is there.
+    """
+    if isinstance(weights, str) and weights in list_weights():
+        return HOME / f"{weights}.safetensors"
+    remedy = f"give a file that l2lopt meta-train has written, or one of {', '.join(list_weights())}"
+    return existing(Path(weights), "a learned optimiser", remedy)
 
 
 def save(optimiser: Optimiser, path: str | Path, training: Mapping[str, Any] | None = None) -> None:
@@ -31,26 +55,34 @@ def save(optimiser: Optimiser, path: str | Path, training: Mapping[str, Any] | N
     if optimiser.description is None:
         remedy = "build it with l2lopt.optimisers.make"
         raise UserError("save", expected="an optimiser with a description", found="none", remedy=remedy)
-    header = {"version": VERSION, "optimiser": dict(optimiser.description), "training": dict(training or {})}
+    header = {
+        "version": VERSION,
+        "release": version("l2lopt"),
+        "optimiser": dict(optimiser.description),
+        "training": dict(training or {}),
+    }
     store.write(Path(path), "l2lopt", header, optimiser.phi())
 
 
 def header(path: str | Path) -> dict[str, Any]:
-    """The header {"version", "optimiser", "training"} of a file written by `save`.
+    """The header {"version", "release", "optimiser", "training"} of a file written by `save`, or of a name.
+
+    "release" is that of the package which wrote the file; "training" what is known of the meta-training: its cost, and
+    for the weights in the package the config and a table of comparisons.
 
     Raises:
         UserError: for a missing, damaged or foreign file.
     """
-    return _read(Path(path))[0]
+    return _read(find(path))[0]
 
 
 def load(path: str | Path) -> Optimiser:
-    """The optimiser in a file written by `save`, built again with its φ.
+    """The optimiser in a file written by `save`, or of a name in `list_weights()`, built again with its φ.
 
     Raises:
         UserError: for a missing, damaged or foreign file, or one of another layout.
     """
-    path = Path(path)
+    path = find(path)
     read, tensors = _read(path)
     optimiser = optimisers.build(read["optimiser"])
     wanted = {name: tuple(value.shape) for name, value in optimiser.phi().items()}
@@ -84,6 +116,7 @@ def _options(part: nn.Module) -> dict[str, str]:
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     read, tensors = store.read(path, "l2lopt", "a learned optimiser", "give a file that l2lopt meta-train has written")
     if read.get("version") != VERSION:
-        found, remedy = f"layout {read.get('version')}", "use the release of l2lopt that wrote it"
+        writer = f"l2lopt {read['release']}" if "release" in read else "another release of l2lopt"
+        found, remedy = f"layout {read.get('version')}, written by {writer}", f"use {writer} to read it"
         raise UserError(str(path), expected=f"file layout {VERSION}", found=found, remedy=remedy)
     return read, tensors

@@ -99,6 +99,7 @@ RULES = {
     "gated": rules.Gated,
     "direction-and-magnitude": rules.DirectionAndMagnitude,
     "direction-and-magnitude without nominal": partial(rules.DirectionAndMagnitude, nominal=False),
+    "direction-and-magnitude by fan-in": partial(rules.DirectionAndMagnitude, by_fan_in=True),
 }
 
 
@@ -116,10 +117,14 @@ OPTIMISERS = {
     "momentum": partial(optimisers.Momentum, 0.05),
     "adam": partial(optimisers.adam, 0.01),
     "adamw": partial(optimisers.AdamW, 0.01, weight_decay=0.1, warm_up=2, total=6),
+    "normalised-adam": partial(optimisers.NormalisedAdam, 0.05, horizon=3.0),
     "coordinatewise additive": partial(learned, "additive"),
     "coordinatewise bounded": partial(learned, "bounded"),
     "coordinatewise gated": partial(learned, {"name": "gated", "forget_bias": 2.0, "input_bias": -1.0}),
     "coordinatewise direction-and-magnitude": partial(learned, "direction-and-magnitude"),
+    "coordinatewise direction-and-magnitude by fan-in": partial(
+        learned, {"name": "direction-and-magnitude", "by_fan_in": True}
+    ),
     **{
         f"coordinatewise {rule} of {cell} with every input": partial(learned, rule, cell=cell, inputs=list(INPUTS))
         for rule in rules.RULES

@@ -123,6 +123,24 @@ def test_a_changed_evaluation_is_made_anew_and_a_changed_recipe_refused(made, tm
         studies.reproduce(source, tmp_path / "run", changes=["unroll.truncation=4"])
 
 
+def test_an_optimiser_can_be_taken_as_it_is(made, tmp_path):
+    """Beside one that is meta-trained: from a file, or by name with its rate."""
+    file = made[1] / "small-mlp" / "lstm-4" / "optimiser.safetensors"
+    given = [
+        {"label": "there already", "config": "../recipe.toml", "optimiser": {"weights": str(file)}},
+        {"label": "control", "config": "../recipe.toml", "optimiser": {"name": "normalised-adam", "lr": 0.1}},
+    ]
+    study = {**STUDY, "optimisers": [STUDY["optimisers"][0], *given]}
+    studies.reproduce(written(tmp_path, study), tmp_path / "run")
+    home = tmp_path / "run" / "small-mlp"
+    assert [path.name for path in sorted(home.glob("*-?"))] == ["control-0", "lstm-0", "lstm-4", "there-already-0"]
+    losses = [
+        json.loads((home / name / "free-run.json").read_text())["losses"] for name in ("lstm-4", "there-already-0")
+    ]
+    assert losses[0] == losses[1]
+    assert not (home / "control-0" / "optimiser.safetensors").exists()
+
+
 @pytest.mark.slow
 def test_jobs_side_by_side_make_the_same_table(made, tmp_path):
     seen, other = [], {"label": "Larger", "changes": ["optimisee.hidden=[3]"]}
@@ -141,6 +159,10 @@ def test_jobs_side_by_side_make_the_same_table(made, tmp_path):
         ({**STUDY, "meta_seeds": []}, "meta_seeds"),
         ({**STUDY, "optimisers": [{"label": "LSTM"}]}, r"config: expected a value"),
         ({**STUDY, "optimisers": [{"label": "LSTM", "config": "none.toml"}]}, "none.toml"),
+        (
+            {**STUDY, "optimisers": [{**STUDY["optimisers"][0], "optimiser": {"weights": "none"}}]},
+            "none: expected a learned optimiser",
+        ),
         (
             {**STUDY, "optimisers": [{**STUDY["optimisers"][0], "changes": ["optimiser.cell=lst"]}]},
             "did you mean 'lstm'",

@@ -83,6 +83,15 @@ def test_layouts_with_equal_content_are_equal_and_others_differ():
     assert layout not in (Layout(("b",), ((2,),)), Layout(("a",), ((1, 2),)))
 
 
+def test_fan_ins_are_those_of_the_matrices_and_their_vectors():
+    shapes = {"gain": (7,), "weight": (5, 3), "bias": (5,), "kernel": (4, 3, 2, 2), "scale": (), "table": (9, 6)}
+    layout = Layout(tuple(shapes), tuple(shapes.values()))
+    assert layout.fan_ins == (7, 3, 3, 12, 12, 6)
+    assert layout.part(2, 4).fan_ins == (3, 12)  # its matrix is elsewhere
+    assert layout.between(5, 24).fan_ins == layout.fan_ins
+    assert Layout(("empty",), ((0, 4),)).fan_ins == (4,)
+
+
 @pytest.mark.parametrize(
     ("key", "seed"), [((0,), 2631537505891389924), (("order", "train", 3, 1), 5662664788055903001)], ids=str
 )

@@ -66,8 +66,12 @@ def test_a_foreign_file_is_refused(path):
 
 
 def test_another_layout_is_refused(path):
-    save_file({}, path, metadata={"l2lopt": json.dumps({"version": 99, "optimiser": {}, "training": {}})})
-    with pytest.raises(UserError, match=r"found layout 99"):
+    other = {"version": 99, "release": "7.1", "optimiser": {}, "training": {}}
+    save_file({}, path, metadata={"l2lopt": json.dumps(other)})
+    with pytest.raises(UserError, match=r"found layout 99, written by l2lopt 7\.1; use l2lopt 7\.1 to read it"):
+        weights.load(path)
+    save_file({}, path, metadata={"l2lopt": json.dumps({"version": 0})})
+    with pytest.raises(UserError, match=r"found layout 0, written by another release"):
         weights.load(path)
 
 

@@ -168,7 +168,7 @@ class CPU(Optimiser):
             {key: _flat(value, grads) for key, value in coordinates.items()},
             update.view(-1),
         )
-        statistic = RootMeanSquare(state.layout, batch) if rule.statistic else None
+        statistic = RootMeanSquare(state.layout, batch, rule.by_fan_in) if rule.statistic else None
         runs = _runs(grads.numel())
 
         def first(index: int) -> list[tuple[Tensor | None, list[tuple[int, float]]]]:

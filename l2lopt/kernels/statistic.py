@@ -17,10 +17,12 @@ class RootMeanSquare:
     Args:
         layout: of a row.
         batch: the rows' axes.
+        by_fan_in: as in `rules.root_mean_square`.
     """
 
-    def __init__(self, layout: Layout, batch: Size) -> None:
+    def __init__(self, layout: Layout, batch: Size, by_fan_in: bool) -> None:
         self._layout, self._batch = layout, batch
+        self._fan_ins = layout.fan_ins if by_fan_in else (1,) * len(layout.names)
         self._segments = Segments(layout.sizes * prod(batch))
 
     def squares(self, start: int, directions: Tensor) -> list[tuple[int, float]]:
@@ -34,7 +36,8 @@ class RootMeanSquare:
             sums[index] += value
         sizes = torch.tensor(self._layout.sizes, dtype=torch.float64).clamp(min=1)
         means = torch.tensor(sums, dtype=torch.float64).view(*self._batch, len(sizes)) / sizes
-        return (means + EPS**2).sqrt().to(like.dtype)
+        factors = torch.tensor(self._fan_ins, dtype=torch.float64)
+        return ((means + EPS**2) * factors).sqrt().to(like.dtype)
 
     def divide(self, start: int, directions: Tensor, factors: list[float]) -> None:
         """S·d / RMS in the place of d, `factors` the S / RMS per segment."""

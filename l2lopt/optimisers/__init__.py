@@ -7,12 +7,19 @@ from l2lopt import tables
 from l2lopt.optimisers.coordinatewise import Coordinatewise, coordinatewise
 from l2lopt.optimisers.handmade import SGD, AdamW, Momentum, adam
 from l2lopt.optimisers.inputs import INPUTS, Input
+from l2lopt.optimisers.normalised_adam import NormalisedAdam
 from l2lopt.optimisers.optimiser import Optimiser
 from l2lopt.optimisers.rules import RULES, UpdateRule
 from l2lopt.tables import Choice
 
 LEARNED: Mapping[str, Callable[..., Optimiser]] = {"coordinatewise": coordinatewise}
-HANDMADE: Mapping[str, Callable[..., Optimiser]] = {"sgd": SGD, "momentum": Momentum, "adam": adam, "adamw": AdamW}
+HANDMADE: Mapping[str, Callable[..., Optimiser]] = {
+    "sgd": SGD,
+    "momentum": Momentum,
+    "adam": adam,
+    "adamw": AdamW,
+    "normalised-adam": NormalisedAdam,
+}
 OPTIMISERS: Mapping[str, Callable[..., Optimiser]] = {**LEARNED, **HANDMADE}
 
 
@@ -39,6 +46,7 @@ __all__ = [
     "Coordinatewise",
     "Input",
     "Momentum",
+    "NormalisedAdam",
     "Optimiser",
     "UpdateRule",
     "adam",

@@ -90,7 +90,10 @@ class Coordinatewise(Optimiser):
         shared = {"step": step, "skipped": state.shared["skipped"] + (~finite).sum(-1)}
 
         def measure(values: Tensor) -> Tensor:
-            shared["statistic"] = root_mean_square(values, state.layout) if after is None else after["statistic"]
+            if after is None:
+                shared["statistic"] = root_mean_square(values, state.layout, self.rule.by_fan_in)
+            else:
+                shared["statistic"] = after["statistic"]
             return spread(shared["statistic"], state.layout)
 
         update, memory = self.rule(outputs, features, sight, _part(state.coordinates, "rule"), measure)

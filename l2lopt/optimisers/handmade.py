@@ -1,4 +1,4 @@
-"""The hand-made optimisers: gradient descent, momentum, Adam, AdamW. Each equals its namesake in `torch.optim`.
+"""Hand-made optimisers: gradient descent, momentum, Adam, AdamW. Each equals its namesake in `torch.optim`.
 
 A rate is a number, or a tensor [*batch] with a rate for every row: a grid of rates runs in one pass.
 """
@@ -26,7 +26,7 @@ class SGD(Optimiser):
 
     def __init__(self, lr: Rate) -> None:
         super().__init__()
-        self.lr = _positive(lr)
+        self.lr = positive(lr)
 
     def init(self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None) -> OptimiserState:
         """No state."""
@@ -41,7 +41,7 @@ class SGD(Optimiser):
         after: Params | None = None,
     ) -> tuple[Tensor, OptimiserState]:
         """−η g."""
-        return -_rows(self.lr, grads) * grads, state
+        return -rows(self.lr, grads) * grads, state
 
 
 class Momentum(Optimiser):
@@ -54,7 +54,7 @@ class Momentum(Optimiser):
 
     def __init__(self, lr: Rate, momentum: float = 0.9) -> None:
         super().__init__()
-        self.lr, self.momentum = _positive(lr), share("momentum", momentum)
+        self.lr, self.momentum = positive(lr), share("momentum", momentum)
 
     def init(self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None) -> OptimiserState:
         """The state v = 0."""
@@ -70,7 +70,7 @@ class Momentum(Optimiser):
     ) -> tuple[Tensor, OptimiserState]:
         """−η v'."""
         velocity = self.momentum * state.coordinates["velocity"] + grads
-        return -_rows(self.lr, grads) * velocity, state._replace(coordinates={"velocity": velocity})
+        return -rows(self.lr, grads) * velocity, state._replace(coordinates={"velocity": velocity})
 
 
 class AdamW(Optimiser):
@@ -98,7 +98,7 @@ class AdamW(Optimiser):
         total: int | None = None,
     ) -> None:
         super().__init__()
-        self.lr, self.eps = _positive(lr), eps
+        self.lr, self.eps = positive(lr), eps
         self.beta1, self.beta2 = two_shares("betas", betas)
         self.weight_decay, self.warm_up, self.total = weight_decay, warm_up, total
         at_least_0("adamw", eps=eps, weight_decay=weight_decay, warm_up=warm_up)
@@ -126,7 +126,7 @@ class AdamW(Optimiser):
         direction = unbias(m, self.beta1, step + 1) / (unbias(v, self.beta2, step + 1).sqrt() + self.eps)
         if self.weight_decay:
             direction = direction + self.weight_decay * params
-        rate = -_rows(self.lr, grads)
+        rate = -rows(self.lr, grads)
         if self.warm_up or self.total is not None:
             rate = rate * warm_up_cosine(step, self.warm_up, self.total).to(grads.dtype)
         return rate * direction, state._replace(coordinates={"m": m, "v": v}, shared={"step": step + 1})
@@ -142,12 +142,13 @@ def unbias(mean: Tensor, beta: float, step: Tensor) -> Tensor:
     return mean / (1 - beta ** step.double()).to(mean.dtype)
 
 
-def _rows(rate: Rate, grads: Tensor) -> Rate:
+def rows(rate: Rate, grads: Tensor) -> Rate:
     """A rate per row, shaped to multiply coordinates."""
     return rate.to(grads)[..., None] if isinstance(rate, Tensor) else rate
 
 
-def _positive(rate: Rate) -> Rate:
+def positive(rate: Rate) -> Rate:
+    """A rate, or all rates, above 0."""
     if not bool(torch.as_tensor(rate).gt(0).all()):
         raise UserError("lr", expected="a rate above 0", found=str(rate), remedy="give a positive rate")
     return rate

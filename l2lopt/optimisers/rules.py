@@ -26,12 +26,14 @@ class UpdateRule(nn.Module, ABC):
         needs: the inputs whose features it looks at besides.
         memory: the names of the running values [*batch, n] it keeps, zero at first.
         statistic: what it takes over each tensor's coordinates, or None where a coordinate's update is its own affair.
+        by_fan_in: whether the statistic is multiplied by the root of the tensor's fan-in.
     """
 
     outputs: int
     needs: tuple[str, ...] = ()
     memory: tuple[str, ...] = ()
     statistic: str | None = None
+    by_fan_in: bool = False
 
     @abstractmethod
     def forward(
@@ -72,25 +74,35 @@ class DirectionAndMagnitude(UpdateRule):
     """A direction and its magnitude (Metz et al. 2020), of normalised size and with a decaying step.
 
     d = (o₀ − m̂/√v̂)·exp(o₁), the nominal direction m̂/√v̂ taken from the input `rnnprop`;
-    u = S_t·(d / RMS(d) − λ θ), the root mean square taken over each tensor's coordinates, and
+    u = S_t·(r·d / RMS(d) − λ θ), the root mean square taken over each tensor's coordinates, and
     S_t = s·e^{10 a} / (1 + t / horizon) with t = 0 at the first update and one learned number a, 0 at first.
     The decay is tied to the step: it fades as the step does.
+
+    r is 1, and S_t an absolute step, which belongs to the problems it was learned on; or r = 1/√fan-in (a vector takes
+    its matrix's, see `Layout.fan_ins`), about the size of usual initial weights, and S_t a relative step, which other
+    problems can share.
 
     Args:
         step_size: s.
         horizon: steps after which S_t has halved.
         weight_decay: λ ≥ 0.
         nominal: add Adam's direction −m̂/√v̂ to o₀.
+        by_fan_in: r = 1/√fan-in.
     """
 
     outputs = 2
     statistic = "root mean square"
 
     def __init__(
-        self, step_size: float = 0.01, horizon: float = 50.0, weight_decay: float = 0.1, nominal: bool = True
+        self,
+        step_size: float = 0.01,
+        horizon: float = 50.0,
+        weight_decay: float = 0.1,
+        nominal: bool = True,
+        by_fan_in: bool = False,
     ) -> None:
         super().__init__()
-        self.step_size, self.horizon, self.weight_decay = step_size, horizon, weight_decay
+        self.step_size, self.horizon, self.weight_decay, self.by_fan_in = step_size, horizon, weight_decay, by_fan_in
         above_0("direction-and-magnitude", step_size=step_size, horizon=horizon)
         at_least_0("direction-and-magnitude", weight_decay=weight_decay)
         self.needs = ("rnnprop",) if nominal else ()
@@ -99,7 +111,7 @@ class DirectionAndMagnitude(UpdateRule):
     def forward(
         self, outputs: Tensor, features: Mapping[str, Tensor], sight: Sight, memory: Params, measure: Measure
     ) -> tuple[Tensor, Params]:
-        """S_t·(d / RMS(d) − λ θ)."""
+        """S_t·(r·d / RMS(d) − λ θ), r among what is measured."""
         direction = outputs[0] - features["rnnprop"][0] if self.needs else outputs[0]
         direction = direction * outputs[1].exp()
         direction = direction / measure(direction)
@@ -161,10 +173,14 @@ class Bounded(UpdateRule):
         return self.step_size * torch.tanh(outputs[0]), memory
 
 
-def root_mean_square(values: Tensor, layout: Layout) -> Tensor:
-    """The root mean square (at least `EPS`) of each tensor's coordinates: [*batch, n] to [*batch, tensors]."""
+def root_mean_square(values: Tensor, layout: Layout, by_fan_in: bool = False) -> Tensor:
+    """The root mean square (at least `EPS`) of each tensor's coordinates: [*batch, n] to [*batch, tensors].
+
+    With `by_fan_in` it is multiplied by the root of the tensor's fan-in.
+    """
     squares = [part.square().sum(-1) / max(part.shape[-1], 1) for part in layout.split(values)]
-    return (torch.stack(squares, dim=-1) + EPS**2).sqrt()
+    found = (torch.stack(squares, dim=-1) + EPS**2).sqrt()
+    return found * found.new_tensor(layout.fan_ins).sqrt() if by_fan_in else found
 
 
 def spread(statistic: Tensor, layout: Layout) -> Tensor:

@@ -96,6 +96,15 @@ def test_normalised_directions_have_root_mean_square_1_in_each_tensor(size):
         laws.assert_close(part.square().mean(-1), torch.ones(2, dtype=torch.float64))
 
 
+def test_steps_by_fan_in_are_relative_to_the_size_of_initial_weights():
+    """Tensors (), (2, 2), (3,): the root mean square of their updates is s/√1, s/√2 and, after that matrix, s/√2."""
+    rule = DirectionAndMagnitude(0.1, weight_decay=0.0, nominal=False, by_fan_in=True).double()
+    outputs, params = normal(2, 8), normal(8, seed=2)
+    update, _ = rule(outputs, {}, see(params, 1), {}, lambda d: spread(root_mean_square(d, LAYOUT, True), LAYOUT))
+    sizes = [part.square().mean().sqrt().item() for part in LAYOUT.split(update)]
+    assert sizes == pytest.approx([0.1, 0.1 / 2**0.5, 0.1 / 2**0.5], rel=1e-12)
+
+
 def test_step_fades_with_the_horizon():
     rule = DirectionAndMagnitude(0.01, horizon=64.0, weight_decay=0.0).double()
     sizes = [apply(rule, normal(2, 8), normal(8), normal(8), step).norm().item() for step in (1, 65, 129)]

@@ -1,0 +1,68 @@
+"""Adam's direction at a size of its own: what the learned rule of normalised size is without its network."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from l2lopt.errors import above_0, at_least_0
+from l2lopt.optimisers.handmade import Rate, positive, rows
+from l2lopt.optimisers.inputs import RNNprop, Sight
+from l2lopt.optimisers.optimiser import Optimiser, blank, first_step
+from l2lopt.optimisers.rules import root_mean_square, spread
+from l2lopt.types import Layout, OptimiserState, Params
+
+
+class NormalisedAdam(Optimiser):
+    """The control of `rules.DirectionAndMagnitude`, which it equals where a network's outputs are 0.
+
+    d = −m̂ / (√v̂ + ε) with m̂, v̂ as in `inputs.RNNprop`;
+    u = η_t·(r·d / RMS(d) − λ θ), the root mean square taken over each tensor's coordinates, r = 1/√fan-in
+    (`Layout.fan_ins`) and η_t = η / (1 + t / horizon) with t = 0 at the first update.
+
+    Args:
+        lr: η > 0, relative to the usual size of initial weights.
+        horizon: steps after which η_t has halved.
+        weight_decay: λ ≥ 0.
+        betas: of the two running means, each in [0, 1).
+        eps: ε > 0.
+        by_fan_in: False puts r at 1.
+    """
+
+    def __init__(
+        self,
+        lr: Rate = 0.1,
+        horizon: float = 50.0,
+        weight_decay: float = 0.02,
+        betas: Sequence[float] = (0.9, 0.99),
+        eps: float = 1e-8,
+        by_fan_in: bool = True,
+    ) -> None:
+        super().__init__()
+        self.coordinatewise = False
+        self.lr, self.horizon, self.weight_decay, self.by_fan_in = positive(lr), horizon, weight_decay, by_fan_in
+        above_0("normalised-adam", horizon=horizon)
+        at_least_0("normalised-adam", weight_decay=weight_decay)
+        self.direction = RNNprop(betas, eps)
+
+    def init(self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None) -> OptimiserState:
+        """The state m = v = 0."""
+        m, v = blank(layout, batch, like), blank(layout, batch, like)
+        shared = {"step": first_step(m), "statistic": m.new_zeros(*batch, len(layout.names))}
+        return OptimiserState(layout, {"m": m, "v": v}, shared)
+
+    def update(
+        self,
+        grads: Tensor,
+        state: OptimiserState,
+        params: Tensor,
+        loss: Tensor | None = None,
+        after: Params | None = None,
+    ) -> tuple[Tensor, OptimiserState]:
+        """η_t·(r·d / RMS(d) − λ θ)."""
+        step = state.shared["step"] + 1
+        (mean, _), memory = self.direction(Sight(grads, params, step, loss), state.coordinates)
+        if after is None:
+            after = {"step": step, "statistic": root_mean_square(mean, state.layout, self.by_fan_in)}
+        rate = rows(self.lr, grads) / (1 + (step - 1).to(grads.dtype) / self.horizon)
+        update = -rate * (mean / spread(after["statistic"], state.layout) + self.weight_decay * params)
+        return update, OptimiserState(state.layout, memory, after)
