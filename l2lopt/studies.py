@@ -4,9 +4,8 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from functools import partial
 from importlib.metadata import version
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -16,11 +15,13 @@ from pydantic import Field, NonNegativeInt, ValidationError
 from torch import Tensor
 
 from l2lopt import config as configs
-from l2lopt import evaluation, experiments, kernels, optimisers, plotting, tables, weights
+from l2lopt import evaluation, experiments, kernels, language_studies, optimisers, plotting, tables, weights
 from l2lopt.config import Config
 from l2lopt.errors import UserError
 from l2lopt.evaluation import SPLITS, Evaluation, FreeRun, Tuned
+from l2lopt.language_studies import LanguageStudy
 from l2lopt.optimisers import Optimiser
+from l2lopt.pieces import make_all, slug
 from l2lopt.records import existing, write_json, write_text
 from l2lopt.settings import Settings
 from l2lopt.tables import Choice
@@ -80,7 +81,7 @@ class _Place(NamedTuple):
     changes: tuple[str, ...]
 
 
-def load(source: str | Path) -> Study:
+def load(source: str | Path) -> Study | LanguageStudy:
     """A study from a TOML file.
 
     Raises:
@@ -91,11 +92,13 @@ def load(source: str | Path) -> Study:
     )
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
-        return Study.model_validate(data)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(str(path), expected="a TOML file", found=str(error), remedy="mend that place") from None
+    kind = LanguageStudy if "runs" in data else Study
+    try:
+        return kind.model_validate(data)
     except ValidationError as error:
-        raise tables.explain(str(path), error, Study.model_fields, data) from None
+        raise tables.explain(str(path), error, kind.model_fields, data) from None
 
 
 def reproduce(
@@ -112,31 +115,28 @@ def reproduce(
     goes on where it stood. A run whose evaluation has changed since is made anew; a changed recipe is refused.
 
     Args:
-        source: the study's TOML file.
+        source: the study's TOML file; with `runs` in it, it is one of language models, see `language_studies`.
         folder: where everything goes.
         changes: to every config, such as "evaluation.seeds=50".
         jobs: pieces made at the same time, each in a process of its own.
         report: progress; with several jobs, of whole pieces.
 
     Returns:
-        `table.md`, `table.json`, and a figure for each problem.
+        `table.md`, `table.json`, and a figure for each problem (of language models none).
 
     Raises:
         UserError: for a mistake in the study or one of its configs.
     """
     study, place = load(source), _Place(str(source), str(folder), tuple(changes))
-    pieces = list(_pieces(study, place))
-    if jobs == 1:
-        for piece in pieces:
-            _make(place, piece, report)
-    else:
-        _make_together(place, pieces, jobs, report)
+    if isinstance(study, LanguageStudy):
+        return language_studies.reproduce(study, source, folder, changes=changes, jobs=jobs, report=report)
+    make_all(partial(_make, place), list(_pieces(study, place)), jobs, report)
     compared = {problem.label: _compared(study, place, number) for number, problem in enumerate(study.problems)}
     paths = [Path(folder) / "table.md", Path(folder) / "table.json"]
     write_text(paths[0], "\n\n".join(_table(label, found) for label, found in compared.items()) + "\n")
     write_json(paths[1], {label: _facts(found) for label, found in compared.items()})
     for label, (result, _) in compared.items():
-        home = Path(folder) / _slug(label)
+        home = Path(folder) / slug(label)
         experiments.write_evaluation(home, result)
         paths += plotting.loss_curves(
             plotting.read(home / "evaluation.csv"),
@@ -172,18 +172,6 @@ def _pieces(study: Study, place: _Place) -> Iterator[_Work]:
             yield _Work(number, index, None)
 
 
-def _make_together(place: _Place, pieces: Sequence[_Work], jobs: int, report: Report) -> None:
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        waiting: list[Future[None]] = [pool.submit(_leave, place, piece) for piece in pieces]
-        try:
-            for done, future in enumerate(as_completed(waiting), 1):
-                future.result()
-                report("study", done, len(pieces), {})
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-
-
 def _seeds(study: Study, index: int) -> list[int]:
     """The meta-seeds of an optimiser; one that is taken as it is counts as the first."""
     return study.meta_seeds[:1] if study.optimisers[index].optimiser is not None else study.meta_seeds
@@ -197,16 +185,12 @@ def _given(contender: Contender) -> Optimiser | None:
     return None if choice is None else optimisers.build(choice)
 
 
-def _leave(place: _Place, piece: _Work) -> None:
-    """`_make` for its files alone: tensors that came from another process would each hold a file open."""
-    _make(place, piece)
-
-
 def _make(place: _Place, piece: _Work, report: Report = silent) -> FreeRun:
     """The piece's free run: read if it was made from the same work before, else made."""
     study = load(place.source)
+    assert isinstance(study, Study)
     config = _config(study, place, piece)
-    home = Path(place.folder) / _slug(study.problems[piece.problem].label)
+    home = Path(place.folder) / slug(study.problems[piece.problem].label)
     work: dict[str, Any] = {
         "l2lopt": version("l2lopt"),
         "torch": torch.__version__,
@@ -216,11 +200,11 @@ def _make(place: _Place, piece: _Work, report: Report = silent) -> FreeRun:
     }
     if piece.meta_seed is None:
         baseline = config.evaluation.baselines[piece.optimiser]
-        path, work["baseline"] = home / f"{_slug(baseline.name)}.json", baseline.model_dump(mode="json")
+        path, work["baseline"] = home / f"{slug(baseline.name)}.json", baseline.model_dump(mode="json")
         given = None
     else:
         contender = study.optimisers[piece.optimiser]
-        folder, given = home / f"{_slug(contender.label)}-{piece.meta_seed}", _given(contender)
+        folder, given = home / f"{slug(contender.label)}-{piece.meta_seed}", _given(contender)
         path, file = folder / "free-run.json", folder / "optimiser.safetensors"
     if given is not None:
         work["rule"] = weights.digest(given)
@@ -343,8 +327,3 @@ def _facts(compared: _Compared) -> dict[str, Any]:
         "seconds_per_step_and_seed": compared.result.seconds,
         "warnings": compared.result.warnings,
     }
-
-
-def _slug(label: str) -> str:
-    """A label as a folder's name."""
-    return "-".join("".join(c if c.isalnum() else " " for c in label.lower()).split()) or "unnamed"

@@ -154,12 +154,12 @@ class LanguageModel(Optimisee):
         number, place = self._place(split, step)
         begins = self._windows(split, number)
         first, last = begins[place], begins[place + 1]
-        columns = self._columns(split, seed)
+        rows = self._read(split, seed, first, last)
         goes_on = torch.tensor(place > 0 and split in ("train", "inner"), device=self.device)
         masks = self._draw(seed_of("masks", split, seed, step))
         return {
-            "tokens": columns[first:last],
-            "targets": columns[first + 1 : last + 1],
+            "tokens": rows[:-1],
+            "targets": rows[1:],
             "goes_on": goes_on,
             "masks": masks,
         }
@@ -313,13 +313,13 @@ class LanguageModel(Optimisee):
         texts = {"heldout": self.texts.valid, "test": self.texts.test}
         return texts.get(split, self.texts.train)
 
-    def _columns(self, split: Split, seed: int) -> Tensor:
-        """The text in training's columns, [T + 1, B]."""
+    def _read(self, split: Split, seed: int, first: int, last: int) -> Tensor:
+        """The rows `first` to `last` of the text in training's columns, [last − first + 1, B]."""
         text = self._text(split)
-        if self.shifted:
-            by = int(torch.randint(len(text), (), generator=generator("shift", seed)))
-            text = text.roll(-by)
-        return _in_columns(text, self.batch_size).to(self.device)
+        shift = int(torch.randint(len(text), (), generator=generator("shift", seed))) if self.shifted else 0
+        columns = torch.arange(self.batch_size) * (len(text) // self.batch_size)
+        places = torch.arange(first, last + 1)[:, None] + columns + shift
+        return text[places % len(text)].to(self.device)
 
     def _place(self, split: Split, step: int) -> tuple[int, int]:
         """The epoch of a step, and its number there."""
@@ -353,14 +353,14 @@ def _in_columns(text: Tensor, columns: int) -> Tensor:
 @lru_cache(maxsize=64)
 def _cut(rows: int, window: int, seed: int | None) -> tuple[int, ...]:
     """Windows of `rows` tokens, as in `LanguageModel`; a last one of a single token joins the one before."""
-    begins = [0]
-    source = None if seed is None else torch.Generator().manual_seed(seed)
-    while begins[-1] < rows:
-        length = window
-        if source is not None:
-            base = window if torch.rand((), generator=source) < 0.95 else window / 2
-            length = max(5, int(base + 5 * float(torch.randn((), generator=source))))
-        begins.append(min(begins[-1] + length, rows))
+    if seed is None:
+        ends = torch.arange(window, rows, window)
+    else:
+        source, most = torch.Generator().manual_seed(seed), rows // 5 + 1
+        base = torch.where(torch.rand(most, generator=source) < 0.95, window, window / 2)
+        lengths = (base + 5 * torch.randn(most, generator=source)).int().clamp(min=5)
+        ends = lengths.cumsum(0)
+    begins = [0, *ends[ends < rows].tolist(), rows]
     if len(begins) > 2 and begins[-1] - begins[-2] == 1:
         del begins[-2]
     return tuple(begins)
