@@ -354,7 +354,7 @@ def _in_columns(text: Tensor, columns: int) -> Tensor:
 def _cut(rows: int, window: int, seed: int | None) -> tuple[int, ...]:
     """Windows of `rows` tokens, as in `LanguageModel`; a last one of a single token joins the one before."""
     if seed is None:
-        ends = torch.arange(window, rows, window)
+        ends = torch.arange(window, max(rows, window), window)
     else:
         source, most = torch.Generator().manual_seed(seed), rows // 5 + 1
         base = torch.where(torch.rand(most, generator=source) < 0.95, window, window / 2)

@@ -16,7 +16,8 @@ from l2lopt import cells, optimisers, unrolls
 from l2lopt.optimisee import batch_rows, flat_loss, init_rows
 from l2lopt.optimisers import inputs, rules
 from l2lopt.types import Carry, Layout, Step, Target
-from optimisees import InMemory, ModuleOptimisee, Quadratic, convnet, mlp
+from optimisees import InMemory, LanguageModel, ModuleOptimisee, Quadratic, convnet, mlp
+from optimisees.text import EOS, Corpus, Vocabulary
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -218,7 +219,13 @@ SAMPLED = {
     ),
 }
 """The optimisees that draw batches from a set of samples."""
-OPTIMISEES = {"quadratic": partial(Quadratic, 4, "float64"), **SAMPLED}
+TEXTS = Corpus(
+    Vocabulary(("a", "b", "c", "d", EOS), "word"), *(torch.arange(count) ** 3 % 11 % 5 for count in (160, 60, 41))
+)
+LANGUAGE_MODELS = {
+    "language-model": partial(LanguageModel, TEXTS, "irc-gru", 3, 4, 2, batch_size=3, window=6, dtype="float64"),
+}
+OPTIMISEES = {"quadratic": partial(Quadratic, 4, "float64"), **SAMPLED, **LANGUAGE_MODELS}
 
 
 class Problem(NamedTuple):
