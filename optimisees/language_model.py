@@ -5,7 +5,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from l2lopt import cells
 from l2lopt.errors import UserError, above_0, at_least_0
 from l2lopt.optimisee import Optimisee, Split, StepFacts
 from l2lopt.sequence import Stack, StackState
+from l2lopt.sequence.loop import Direction
 from l2lopt.sequence.masks import check_share, draw
 from l2lopt.tables import Choice
 from l2lopt.types import Aux, Batch, Params, generator, seed_of, seeded
@@ -137,6 +138,8 @@ class LanguageModel(Optimisee):
         self.evaluation_tokens, self.dtype, self.device = evaluation_tokens, getattr(torch, dtype), torch.device(device)
         with seeded(0):
             self.stack = self._fresh()
+        directions = (direction for layer in self.stack.layers for direction in cast(nn.ModuleList, layer))
+        self.state_sizes = [cast(Direction, direction).cell.state_sizes for direction in directions]
         self._whole: dict[Split, tuple[Batch, int]] = {}
         self._begins: dict[Split, list[int]] = {}
 
@@ -146,7 +149,7 @@ class LanguageModel(Optimisee):
             embedding = torch.empty(self.vocabulary_size, self.sizes[0], dtype=self.dtype).uniform_(-0.1, 0.1)
             stack = {f"stack.{name}": value.detach() for name, value in self._fresh().named_parameters()}
         own = {"embedding": embedding, "bias": torch.zeros(self.vocabulary_size, dtype=self.dtype)}
-        aux = _named(self._blank(self.batch_size)) | {"cross_entropy": torch.zeros((), dtype=self.dtype)}
+        aux = self._blank(self.batch_size) | {"cross_entropy": torch.zeros((), dtype=self.dtype)}
         return {name: value.to(self.device) for name, value in (own | stack).items()}, aux
 
     def batch(self, split: Split, seed: int, step: int) -> Batch:
@@ -167,7 +170,7 @@ class LanguageModel(Optimisee):
     def loss(self, params: Params, aux: Aux, batch: Batch) -> tuple[Tensor, Aux]:
         """The regularised cross-entropy of a window, and the states after it."""
         masks, tokens = batch["masks"], batch["tokens"]
-        blank = _named(self._blank(tokens.shape[1]))
+        blank = self._blank(tokens.shape[1])
         aux = {name: torch.where(batch["goes_on"], aux[name], blank[name]) for name in blank}
         x = _embedded(params, tokens) * masks["words"][tokens].unsqueeze(-1) * masks["inputs"]
         inner = {name.removeprefix("stack."): mask for name, mask in masks.items() if name.startswith("stack.")}
@@ -184,7 +187,7 @@ class LanguageModel(Optimisee):
 
     def evaluate(self, params: Params, aux: Aux, batch: Batch) -> Tensor:
         """The mean cross-entropy without any mask, the states blank before the first step and carried from there on."""
-        states = _named(self._blank(batch["tokens"].shape[1]))
+        states = self._blank(batch["tokens"].shape[1])
         total = params["bias"].new_zeros(())
         for tokens, targets in zip(batch["tokens"].split(_CHUNK), batch["targets"].split(_CHUNK), strict=True):
             output, after = self._run(params, _embedded(params, tokens), states, {})
@@ -237,7 +240,7 @@ class LanguageModel(Optimisee):
             seed: of the draws.
         """
         at_least_0("sample", temperature=temperature)
-        source, states = generator("sample", seed), _named(self._blank(1))
+        source, states = generator("sample", seed), self._blank(1)
         given = torch.cat([self.texts.vocabulary.encode([EOS]), prompt]).to(self.device)
         with torch.no_grad():
             for _ in range(tokens):
@@ -269,14 +272,13 @@ class LanguageModel(Optimisee):
         drop = dict.fromkeys(RECURRENT[name], self.weight_drop) if self.weight_drop else None
         return Stack([[cell] for cell in made], weight_drop=drop).to(self.dtype).eval()
 
-    def _blank(self, columns: int) -> list[dict[str, Tensor]]:
-        """The states before a text."""
-        x = torch.zeros(1, columns, dtype=self.dtype, device=self.device)
-        cells = (layer[0].cell for layer in self.stack.layers)  # type: ignore[index]  # a ModuleList forgets its types
-        return [
-            {name: value.movedim(0, -1) for name, value in cell.initial_state(x.expand(cell.input_size, -1)).items()}
-            for cell in cells
-        ]
+    def _blank(self, columns: int) -> Aux:
+        """The states before a text, zero."""
+        return {
+            f"{layer}.{name}": torch.zeros(columns, size, dtype=self.dtype, device=self.device)
+            for layer, sizes in enumerate(self.state_sizes)
+            for name, size in sizes.items()
+        }
 
     def _run(self, params: Params, x: Tensor, states: Aux, masks: Params) -> tuple[Tensor, StackState]:
         """The layers' outputs [T, B, E] and states."""
