@@ -5,7 +5,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,6 @@ from l2lopt import cells
 from l2lopt.errors import UserError, above_0, at_least_0
 from l2lopt.optimisee import Optimisee, Split, StepFacts
 from l2lopt.sequence import Stack, StackState
-from l2lopt.sequence.loop import Direction
 from l2lopt.sequence.masks import check_share, draw
 from l2lopt.tables import Choice
 from l2lopt.types import Aux, Batch, Params, generator, seed_of, seeded
@@ -137,9 +136,8 @@ class LanguageModel(Optimisee):
         self.batch_size, self.window, self.variable, self.shifted = batch_size, window, variable, shifted
         self.evaluation_tokens, self.dtype, self.device = evaluation_tokens, getattr(torch, dtype), torch.device(device)
         with seeded(0):
-            self.stack = self._fresh()
-        directions = (direction for layer in self.stack.layers for direction in cast(nn.ModuleList, layer))
-        self.state_sizes = [cast(Direction, direction).cell.state_sizes for direction in directions]
+            made = self._cells()
+        self.stack, self.state_sizes = self._stacked(made), [own.state_sizes for own in made]
         self._whole: dict[Split, tuple[Batch, int]] = {}
         self._begins: dict[Split, list[int]] = {}
 
@@ -147,7 +145,8 @@ class LanguageModel(Optimisee):
         """The embedding from U(±0.1), b = 0 and the cells' own initial values; blank states."""
         with seeded(seed_of("init", seed)):
             embedding = torch.empty(self.vocabulary_size, self.sizes[0], dtype=self.dtype).uniform_(-0.1, 0.1)
-            stack = {f"stack.{name}": value.detach() for name, value in self._fresh().named_parameters()}
+            drawn = self._stacked(self._cells()).named_parameters()
+            stack = {f"stack.{name}": value.detach() for name, value in drawn}
         own = {"embedding": embedding, "bias": torch.zeros(self.vocabulary_size, dtype=self.dtype)}
         aux = self._blank(self.batch_size) | {"cross_entropy": torch.zeros((), dtype=self.dtype)}
         return {name: value.to(self.device) for name, value in (own | stack).items()}, aux
@@ -260,12 +259,14 @@ class LanguageModel(Optimisee):
         """V."""
         return len(self.texts.vocabulary.tokens)
 
-    def _fresh(self) -> Stack:
-        """The layers, drawn from PyTorch's global generator."""
+    def _cells(self) -> list[cells.Cell]:
+        """One a layer, drawn from PyTorch's global generator."""
         made = [cells.build(self.cell, n, m) for n, m in pairwise(self.sizes)]
+        return [cells.authors(cell) for cell in made] if self.initial == "authors" else made
+
+    def _stacked(self, made: Sequence[cells.Cell]) -> Stack:
+        """The layers."""
         name = self.cell if isinstance(self.cell, str) else self.cell["name"]
-        if self.initial == "authors":
-            made = [cells.authors(cell) for cell in made]
         if self.weight_drop and name not in RECURRENT:
             remedy = f"set weight_drop to 0, or use one of {', '.join(RECURRENT)}"
             raise UserError("language-model", expected="a cell with weights to drop", found=repr(name), remedy=remedy)
