@@ -125,7 +125,9 @@ class LanguageModel(Optimisee):
     ) -> None:
         where = "language-model"
         above_0(where, layers=layers, batch_size=batch_size, embedding_size=embedding_size, window=window)
-        above_0(where, evaluation_tokens=evaluation_tokens or 1)
+        if evaluation_tokens is not None and evaluation_tokens < 2:
+            where, found = f"{where}: evaluation_tokens", str(evaluation_tokens)
+            raise UserError(where, expected="at least 2", found=found, remedy="change the value")
         at_least_0(where, activation=activation, temporal=temporal)
         drops = {"words": word_dropout, "inputs": input_dropout, "hidden": hidden_dropout, "outputs": output_dropout}
         self.drops = {name: check_share(f"{where}: dropout of {name}", share) for name, share in drops.items()}

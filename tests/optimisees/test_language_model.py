@@ -276,6 +276,7 @@ MISTAKES = [
     ({"input_dropout": 1.0}, r"language-model: dropout of inputs: expected a share in \[0, 1\), found 1.0"),
     ({"weight_drop": -0.1}, r"language-model: weight_drop: expected a share in \[0, 1\), found -0.1"),
     ({"temporal": -1.0}, r"language-model: temporal: expected at least 0, found -1.0"),
+    ({"evaluation_tokens": 1}, r"language-model: evaluation_tokens: expected at least 2, found 1"),
     ({"window": 0}, r"language-model: window: expected above 0, found 0"),
 ]
 
