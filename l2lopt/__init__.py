@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from l2lopt.errors import UserError
-    from l2lopt.experiments import demo, evaluate, meta_train, plot, sample, train
+    from l2lopt.experiments import demo, evaluate, meta_train, plot, publish, sample, train
     from l2lopt.hub import pull, push
     from l2lopt.studies import reproduce
     from l2lopt.torch_optim import LearnedOptimizer
@@ -24,6 +24,7 @@ _HOME = {
     "load": "weights",
     "meta_train": "experiments",
     "plot": "experiments",
+    "publish": "experiments",
     "pull": "hub",
     "push": "hub",
     "reproduce": "studies",
@@ -51,6 +52,7 @@ __all__ = [
     "load",
     "meta_train",
     "plot",
+    "publish",
     "pull",
     "push",
     "reproduce",

@@ -1,4 +1,4 @@
-"""The command line: `l2lopt demo | meta-train | evaluate | train | sample | plot | reproduce`. It alone prints."""
+"""The command line, `l2lopt demo` and the rest. The only place that prints."""
 
 import logging
 import os
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -138,6 +138,38 @@ def plot(runs: Runs) -> None:
     from l2lopt import experiments
 
     _left(experiments.plot(*runs))
+
+
+@app.command()
+def weights(
+    which: Annotated[str | None, typer.Argument(metavar="NAME", help="One of them, or a file.")] = None,
+) -> None:
+    """List the learned optimisers that come with the package, or show what is known of one."""
+    from l2lopt import weights as files
+
+    names = files.list_weights() if which is None else [which]
+    for name in names:
+        header = files.header(name)
+        rule, training = header["optimiser"], header["training"]
+        cost = [f"{training[key]:,.0f} {what}" for key, what in _COSTS.items() if key in training]
+        console.print(f"{name}: {rule.get('cell', 'lstm')}; {', '.join(cost)}", highlight=False, soft_wrap=True)
+        for label, rows in (training.get("comparisons", {}) if which else {}).items():
+            _compare(label, rows)
+
+
+_COSTS = {"meta_updates": "meta-updates", "inner_steps": "inner steps", "seconds": "seconds of meta-training"}
+
+
+def _compare(label: str, rows: list[Mapping[str, Any]]) -> None:
+    """A published comparison as a table."""
+    columns = list(dict.fromkeys((row["split"], row["horizon"]) for row in rows))
+    table = Table(title=f"{label}: loss, mean nats per sample", title_justify="left")
+    for name in ("optimiser", *(f"{split}, step {horizon}" for split, horizon in columns)):
+        table.add_column(name, justify="left" if name == "optimiser" else "right")
+    means = {(row["optimiser"], row["split"], row["horizon"]): f"{row['mean']:.3g}" for row in rows}
+    for optimiser in dict.fromkeys(row["optimiser"] for row in rows):
+        table.add_row(optimiser, *(means.get((optimiser, *column), "") for column in columns))
+    console.print(table)
 
 
 @app.command()

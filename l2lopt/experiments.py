@@ -254,6 +254,30 @@ def plot(*runs: str | Path) -> list[Path]:
     return paths
 
 
+def publish(run: str | Path, path: str | Path, **facts: Any) -> Path:
+    """Writes the learned optimiser of a run to a file for others, and gives its path.
+
+    The header's "training" has the run's config, what it cost, the table of its evaluation where there is one, and
+    `facts`. `weights.header` reads it, `l2lopt weights FILE` shows it.
+
+    Args:
+        run: a folder that `meta_train` has left.
+        path: of the file.
+        facts: anything JSON can say; "seconds" are those of the meta-training, "comparisons" are tables of problems by
+            their label, lines as in `evaluation.json`.
+
+    Raises:
+        UserError: for a folder without a run, or damaged files.
+    """
+    folder, file = Path(run), Path(run) / "optimiser.safetensors"
+    training = weights.header(file)["training"]
+    training["config"] = _config_of(folder, ()).model_dump(mode="json", exclude_none=True)
+    if (folder / "evaluation.json").exists():
+        training["comparisons"] = {"its own problem": _summary(folder / "evaluation.json")["table"]}
+    weights.save(weights.load(file), path, training | facts)
+    return Path(path)
+
+
 def demo(
     run: str | Path = "runs/demo", *, changes: Sequence[str] = (), report: Report = silent
 ) -> tuple[Evaluation, list[Path]]:
@@ -293,11 +317,18 @@ def _config_of(folder: Path, changes: Sequence[str]) -> Config:
 
 def _horizons(path: Path) -> list[int]:
     """Where a baseline's curve goes over to its next run."""
-    existing(path, "an evaluation's summary", "run l2lopt evaluate again")
+    horizons: list[int] = _summary(path)["horizons"]
+    return horizons
+
+
+def _summary(path: Path) -> dict[str, Any]:
+    """What `write_evaluation` has left."""
+    remedy = "run l2lopt evaluate again"
+    existing(path, "an evaluation's summary", remedy)
     try:
-        return [int(step) for step in json.loads(path.read_text(encoding="utf-8"))["horizons"]]
+        read = json.loads(path.read_text(encoding="utf-8"))
+        return {"table": [dict(row) for row in read["table"]], "horizons": list(map(int, read["horizons"]))}
     except (ValueError, KeyError, TypeError):
-        remedy = "run l2lopt evaluate again"
         raise UserError(str(path), expected="an evaluation's summary", found="damage", remedy=remedy) from None
 
 

@@ -27,7 +27,20 @@ from l2lopt.optimisers.schedule import Shape, warm_up_then
 from l2lopt.records import NoRecords, Recorder
 from l2lopt.settings import Settings
 from l2lopt.tables import Choice
-from l2lopt.types import Batch, Carry, Layout, Loss, Params, Report, Step, Target, generator, seed_of, silent
+from l2lopt.types import (
+    Batch,
+    BlockUpdate,
+    Carry,
+    Layout,
+    Loss,
+    Params,
+    Report,
+    Step,
+    Target,
+    generator,
+    seed_of,
+    silent,
+)
 from l2lopt.unrolls import Blockwise, MetaGradient, Unroll, UnrollState
 
 
@@ -204,7 +217,8 @@ def meta_train(
             found = unroll.plan(way, loss, optimiser.phi(), run.carry, steps, count)
             logger = logging.getLogger("l2lopt")
             logger.info("a meta-gradient of %d steps: %s", count, found)
-            if "statistic" in run.carry.state.shared:
+            pulled = isinstance(way, BlockUpdate) and way.pull is not None
+            if "statistic" in run.carry.state.shared and not pulled:
                 logger.info("the slope of the rule's statistic over a tensor is left out; the estimator taped keeps it")
 
     def validate(update: int) -> None:

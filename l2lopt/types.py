@@ -184,7 +184,15 @@ class Window(NamedTuple):
 
 
 Replay: TypeAlias = Callable[[Params, Window], Params]
-"""(φ, window) → the block's part of the meta-gradient, like φ; gradients, losses and what is shared are constants."""
+"""(φ, window) → the block's part of the meta-gradient, like φ; gradients, losses and what is shared are constants.
+
+Where `shared` has a "pull" and an "own" [*batch, tensors] as well, the rule's statistic is none: the block adds what
+its coordinates have in it. With p_i what coordinate i does to the meta-loss by way of its tensor's statistic, Σp over
+all n coordinates is ∂(meta-loss)/∂(statistic), and pull − own·p_i takes the place of Σp / n for coordinate i; own is 0
+but where Σp is estimated from a sample that i belongs to."""
+Pull: TypeAlias = Callable[[Params, Window], Tensor]
+"""(φ, window) → ∂(meta-loss)/∂(the rule's statistic at each step) by way of the block's updates,
+[T, *batch, tensors]."""
 
 
 @dataclass(frozen=True)
@@ -195,11 +203,14 @@ class BlockUpdate:
         update: the update itself; calling this object calls it.
         advance: the same without a tape; it may overwrite the state it is given and its own last result.
         replay: backpropagation through a window of a block, from several threads at once; None leaves it to autograd.
+        pull: likewise, for a rule with a statistic whose network does not see θ, so that what its updates do to the
+            meta-loss is known before the statistic's slope is; None takes the statistic as a constant.
     """
 
     update: Update
     advance: Update
     replay: Replay | None = None
+    pull: Pull | None = None
 
     def __call__(
         self,

@@ -306,9 +306,12 @@ def log_loss(problem, optimiser):
     return float(run_free(optimiser, problem, [1], [10], ("train",)).losses["train"].log().mean())
 
 
-@pytest.mark.parametrize(("rule", "told"), [("additive", False), ("direction-and-magnitude", True)])
-def test_what_a_meta_gradient_takes_and_leaves_out_is_told_once(quadratic, caplog, rule, told):
-    optimiser = optimisers.make("coordinatewise", hidden_size=3, rule=rule).double()
+@pytest.mark.parametrize(
+    ("rule", "inputs", "told"),
+    [("additive", [], False), ("direction-and-magnitude", [], False), ("direction-and-magnitude", ["parameter"], True)],
+)
+def test_what_a_meta_gradient_takes_and_leaves_out_is_told_once(quadratic, caplog, rule, inputs, told):
+    optimiser = optimisers.make("coordinatewise", hidden_size=3, rule=rule, inputs=["rnnprop", *inputs]).double()
     with caplog.at_level("INFO", logger="l2lopt"):
         train(optimiser, quadratic, Blockwise(), unrolls=UnrollSettings(length=6, truncation=3))
     lines = [record.getMessage() for record in caplog.records]

@@ -5,10 +5,11 @@ from functools import partial
 
 from l2lopt.errors import UserError, did_you_mean
 from l2lopt.kernels.cpu import CPU, refusal
-from l2lopt.kernels.replay import refusal_to_replay, replay
+from l2lopt.kernels.replay import can_pull, pull, refusal_to_replay, replay
 from l2lopt.kernels.workspace import Workspace
 from l2lopt.optimisers import Coordinatewise, Optimiser
-from l2lopt.types import BlockUpdate, Update
+from l2lopt.types import BlockUpdate, Pull, Replay, Update
+from l2lopt.unrolls.blockwise import taped_pull
 
 BACKENDS = ("auto", "reference", "cpu")
 choices: set[tuple[str, str | None]] = set()
@@ -54,12 +55,16 @@ def block_update(optimiser: Optimiser, backend: str = "auto") -> Update:
     Raises:
         UserError: see `fast`.
     """
-    twin = fast(optimiser, backend)
+    twin, space = fast(optimiser, backend), Workspace()
     if not isinstance(twin, CPU):
-        return twin.update_with
+        plain = optimiser.update_with
+        return BlockUpdate(plain, plain, pull=taped_pull(plain)) if can_pull(optimiser) else plain
     reference = twin.reference
-    back = partial(replay, reference, space=Workspace()) if refusal_to_replay(reference) is None else None
-    return BlockUpdate(reference.update_with, twin.advance_with, back)
+    back: Replay | None = None
+    pulled: Pull | None = taped_pull(reference.update_with)
+    if refusal_to_replay(reference) is None:
+        back, pulled = partial(replay, reference, space=space), partial(pull, reference, space=space)
+    return BlockUpdate(reference.update_with, twin.advance_with, back, pulled if can_pull(reference) else None)
 
 
 def _log(choice: str, reason: str | None) -> None:

@@ -176,6 +176,8 @@ class CPU(Optimiser):
             results = []
             for block in whole.blocks(*runs[index]):
                 bad = step.run(buffers, block)
+                if bad is not None:
+                    block.update[bad] = 0
                 squares = statistic.squares(block.start, block.update) if statistic and after is None else []
                 results.append((None if bad is None else bad + block.start, squares))
             idle.append(buffers)

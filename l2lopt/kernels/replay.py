@@ -5,9 +5,9 @@ from torch import Tensor
 
 from l2lopt.cells.lstm import LSTM
 from l2lopt.errors import UserError
-from l2lopt.kernels.cell_steps import IHCLSTMSteps, LSTMSteps
+from l2lopt.kernels.cell_steps import CellSteps, IHCLSTMSteps, LSTMSteps
 from l2lopt.kernels.folding import Folded, fold, refusal
-from l2lopt.kernels.rule_steps import RULE_STEPS
+from l2lopt.kernels.rule_steps import RULE_STEPS, DirectionAndMagnitudeSteps, RuleSteps
 from l2lopt.kernels.trace import Trace
 from l2lopt.kernels.workspace import Workspace
 from l2lopt.optimisers.coordinatewise import Coordinatewise
@@ -34,7 +34,7 @@ def refusal_to_replay(optimiser: Optimiser) -> str | None:
 
 
 def replay(optimiser: Coordinatewise, phi: Params, window: Window, space: Workspace | None = None) -> Params:
-    """The block's part of the meta-gradient; gradients, losses and what is shared are constants.
+    """The block's part of the meta-gradient; gradients, losses and what is shared are constants (see `types.Replay`).
 
     With a_t the adjoint of θ_t, s̄_t that of the state and q_t the source at θ_{t+1}, from a_T = s̄_T = 0:
 
@@ -81,29 +81,69 @@ def replay(optimiser: Coordinatewise, phi: Params, window: Window, space: Worksp
     return gradient
 
 
-def _replay(
+def pull(optimiser: Coordinatewise, phi: Params, window: Window, space: Workspace | None = None) -> Tensor:
+    """What the block's updates do to the meta-loss by way of the rule's statistic, see `types.Pull`.
+
+    The adjoint of θ needs no network here, a_t = q_t + a_{t+1} (1 + ∂u_t/∂θ_t): θ is none of its inputs. So this is
+    the forward half of `replay` and a few operations a step. [T, *batch, tensors], summed in float64.
+
+    Args:
+        optimiser: one that `can_pull` lets pass; the others are as for `replay`.
+        phi: its parameters.
+        window: the block's.
+        space: see `replay`.
+    """
+    space = space or Workspace()
+    with torch.no_grad():
+        trace, _, rule, _ = _forward(optimiser, fold(optimiser, phi), phi, window, space)
+        assert isinstance(rule, DirectionAndMagnitudeSteps)
+        sources = window.sources.reshape(len(trace.grads), -1).unbind()
+        pulls, a = torch.zeros_like(window.grads), torch.zeros_like(trace.params[0])
+        for t in reversed(range(len(sources))):
+            a = a + sources[t]
+            pulls[t].view(-1)[:], by_rule = rule.pull(t, trace.part(t, a)[0])
+            a = a if by_rule is None else a + by_rule
+        return torch.stack([part.sum(-1, dtype=torch.float64) for part in window.state.layout.split(pulls)], -1)
+
+
+def can_pull(optimiser: Optimiser) -> bool:
+    """Whether the slope of the rule's statistic can be had: it has one, and its network does not see θ."""
+    if not isinstance(optimiser, Coordinatewise) or optimiser.rule.statistic is None:
+        return False
+    return not any(isinstance(item, Parameter) for item in _inputs(optimiser).values())
+
+
+def _forward(
     optimiser: Coordinatewise, folded: Folded, phi: Params, window: Window, space: Workspace
-) -> tuple[Folded, Params]:
-    """The gradient with respect to `folded` and to the rule's own parameters."""
-    folded = Folded(*(None if value is None else value.detach() for value in folded))  # type: ignore[arg-type]
+) -> tuple[Trace, CellSteps, RuleSteps, list[int]]:
+    """All steps forward: what they leave, and the columns of the first product that take θ."""
     trace, of_theta = _trace(optimiser, window, space)
     steps = LSTMSteps if isinstance(optimiser.cell, LSTM) else IHCLSTMSteps
-    F, M, P = optimiser.embedding.in_features, *trace.hidden[0].shape
+    F, M = optimiser.embedding.in_features, trace.hidden[0].shape[0]
     below = torch.tensor([*of_theta, *range(F, F + M)])
     cell = steps(folded, trace, window.state.coordinates["cell.c"], below, space)
     of_rule = {name.removeprefix("rule."): value.detach() for name, value in phi.items() if name.startswith("rule.")}
     rule = RULE_STEPS[type(optimiser.rule)](optimiser.rule, of_rule, trace, window)
-    T, sources = len(trace.grads), window.sources.reshape(len(window.grads), P).unbind()
-
-    head, head_bias = folded.head.T.contiguous(), folded.head_bias[:, None]
-    for t in range(T):
+    head_bias = folded.head_bias[:, None]
+    for t in range(len(trace.grads)):
         for column in of_theta:
             trace.rows[t][column] = trace.params[t]
         cell.forward(t)
         torch.addmm(head_bias, folded.head, trace.hidden[t + 1], out=trace.outputs[t])
         torch.add(trace.params[t], rule.forward(t), out=trace.params[t + 1])
         trace.keep(t, trace.params[t], trace.params[t + 1])
+    return trace, cell, rule, of_theta
 
+
+def _replay(
+    optimiser: Coordinatewise, folded: Folded, phi: Params, window: Window, space: Workspace
+) -> tuple[Folded, Params]:
+    """The gradient with respect to `folded` and to the rule's own parameters."""
+    folded = Folded(*(None if value is None else value.detach() for value in folded))  # type: ignore[arg-type]
+    trace, cell, rule, of_theta = _forward(optimiser, folded, phi, window, space)
+    M, P = trace.hidden[0].shape
+    T, sources = len(trace.grads), window.sources.reshape(len(window.grads), P).unbind()
+    head = folded.head.T.contiguous()
     a = torch.zeros_like(trace.grads[0])
     rows = space.take("rows' adjoint", len(of_theta) + M, P, like=window.params).zero_()
     dh, dc = rows[len(of_theta) :], space.take("c's adjoint", M, P, like=window.params).zero_()

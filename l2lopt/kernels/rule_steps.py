@@ -71,12 +71,22 @@ class BoundedSteps(RuleSteps):
 
 
 class DirectionAndMagnitudeSteps(RuleSteps):
-    """u = S_t (d − λθ), d = (o₀ − nominal) r, r = exp(o₁) / statistic; d and r take the places of o₀ and o₁."""
+    """u = S_t (d − λθ), d = (o₀ − nominal) r, r = exp(o₁) / R; d and r take the places of o₀ and o₁.
+
+    The statistic R has the slope that its "pull" says, see `rules.given`: ∂(meta-loss)/∂d has κ d more, with
+    κ = c² R (pull − own·p), p = −S_t a d / R.
+    """
 
     def __init__(self, rule: DirectionAndMagnitude, phi: Params, trace: Trace, window: Window) -> None:
         super().__init__(rule, phi, trace, window)
         measured = torch.stack([shared["statistic"] for shared in window.shared])
-        self.statistic = spread(measured, window.state.layout).reshape(len(trace.grads), window.params.numel())
+        layout, shape = window.state.layout, (len(trace.grads), window.params.numel())
+        self.statistic = spread(measured, layout).reshape(shape)
+        self.pulls: list[Tensor] | None = None
+        if "pull" in window.shared[0]:
+            squares = torch.tensor(layout.fan_ins if rule.by_fan_in else 1).to(measured)
+            pull, own = (torch.stack([shared[name] for shared in window.shared]) for name in ("pull", "own"))
+            self.pulls = [spread(part * squares, layout).reshape(shape) for part in (pull * measured, own)]
         steps = torch.stack([shared["step"] for shared in window.shared]).to(window.params.dtype)
         scale = rule.step_size * torch.exp(10 * phi["log_scale"])
         self.scales: list[float] = (scale / (1 + (steps - 1) / rule.horizon)).tolist()
@@ -92,13 +102,25 @@ class DirectionAndMagnitudeSteps(RuleSteps):
         return torch.sub(d, self.trace.params[t], alpha=self.rule.weight_decay).mul_(self.scales[t])
 
     def backward(self, t: int, a: Tensor) -> Tensor | None:
-        """S_t a r for o₀, S_t a d for o₁; −S_t λ a for θ."""
+        """(S_t a + κ d) r for o₀, (S_t a + κ d) d for o₁; −S_t λ a for θ."""
         d, _ = self.trace.outputs[t]
         scaled = self.scales[t] * a
-        torch.mul(scaled, self.trace.outputs[t].flip(0), out=self.trace.slopes[t])
+        whole = scaled
+        if self.pulls is not None:
+            acting, _ = self.trace.part(t, d)
+            kappa = torch.addcmul(self.pulls[0][t], self.pulls[1][t], scaled * acting)
+            whole = torch.addcmul(scaled, kappa, acting)
+        torch.mul(whole, self.trace.outputs[t].flip(0), out=self.trace.slopes[t])
         decay = self.rule.weight_decay
         self.log_scale.add_(torch.dot(scaled, torch.sub(d, self.trace.params[t], alpha=decay)), alpha=10)
         return -decay * scaled if decay else None
+
+    def pull(self, t: int, a: Tensor) -> tuple[Tensor, Tensor | None]:
+        """∂(meta-loss)/∂R by way of each coordinate, −S_t a d / R [P], and θ's adjoint by way of the rule."""
+        d, _ = self.trace.outputs[t]
+        scaled = self.scales[t] * a
+        decay = self.rule.weight_decay
+        return -scaled * d / self.statistic[t], -decay * scaled if decay else None
 
     def gradient(self) -> Params:
         """∂u/∂a = 10 u."""

@@ -14,7 +14,7 @@ from l2lopt.cells.cell import Cell, affine
 from l2lopt.errors import UserError
 from l2lopt.optimisers.inputs import INPUTS, Input, Sight
 from l2lopt.optimisers.optimiser import Optimiser, blank, first_step
-from l2lopt.optimisers.rules import RULES, UpdateRule, root_mean_square, spread
+from l2lopt.optimisers.rules import RULES, UpdateRule, given, root_mean_square, spread
 from l2lopt.tables import Choice
 from l2lopt.types import Layout, OptimiserState, Params, seeded
 
@@ -23,10 +23,10 @@ class Coordinatewise(Optimiser):
     """Inputs → linear embedding → cell → linear head → update rule, the same for every coordinate.
 
     With x_k the inputs of coordinate k, e = W_e x_k + b_e, (h, s') = cell(e, s), o = W_o h + b_o and the update from
-    the rule. A coordinate whose gradient (or its square) is not finite gets the update 0 and keeps its state;
-    `state.shared["skipped"]` [*batch] counts such events, and `state.shared["statistic"]` [*batch, tensors] is what a
-    rule with a statistic measured at the last update. Per coordinate the state takes the cell's numbers and the
-    inputs' memory (42 for an LSTM of 20 and `rnnprop`'s means).
+    the rule. A coordinate whose gradient (or its square) is not finite gets the update 0, keeps its state and counts as
+    0 in a statistic; `state.shared["skipped"]` [*batch] counts such events, and `state.shared["statistic"]`
+    [*batch, tensors] is what a rule with a statistic measured at the last update. Per coordinate the state takes the
+    cell's numbers and the inputs' memory (42 for an LSTM of 20 and `rnnprop`'s means).
 
     Args:
         inputs: name → input.
@@ -90,10 +90,10 @@ class Coordinatewise(Optimiser):
         shared = {"step": step, "skipped": state.shared["skipped"] + (~finite).sum(-1)}
 
         def measure(values: Tensor) -> Tensor:
-            if after is None:
-                shared["statistic"] = root_mean_square(values, state.layout, self.rule.by_fan_in)
-            else:
-                shared["statistic"] = after["statistic"]
+            values = values.where(finite, 0.0)
+            if after is not None:
+                return given(values, state.layout, after, self.rule.by_fan_in)
+            shared["statistic"] = root_mean_square(values, state.layout, self.rule.by_fan_in)
             return spread(shared["statistic"], state.layout)
 
         update, memory = self.rule(outputs, features, sight, _part(state.coordinates, "rule"), measure)

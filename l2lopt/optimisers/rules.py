@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -181,6 +181,35 @@ def root_mean_square(values: Tensor, layout: Layout, by_fan_in: bool = False) ->
     squares = [part.square().sum(-1) / max(part.shape[-1], 1) for part in layout.split(values)]
     found = (torch.stack(squares, dim=-1) + EPS**2).sqrt()
     return found * found.new_tensor(layout.fan_ins).sqrt() if by_fan_in else found
+
+
+class _Pulled(torch.autograd.Function):
+    """A statistic whose slope is known: (pull − own·p) · slope for each coordinate, p what comes from above."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, statistic: Tensor, slope: Tensor, pull: Tensor, own: Tensor) -> Tensor:
+        ctx.save_for_backward(slope, pull, own)
+        return statistic.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor, None, None, None, None]:
+        slope, pull, own = ctx.saved_tensors
+        return (pull - own * above[0]) * slope, None, None, None, None
+
+
+def given(values: Tensor, layout: Layout, shared: Params, by_fan_in: bool = False) -> Tensor:
+    """`spread(root_mean_square(…))` of a whole vector, known already, for a part of it.
+
+    It is a constant unless `shared` has a "pull", see `types.Replay`: then ∂(meta-loss)/∂w_i by way of the statistic
+    R_k = c_k √(Σ w²/n) is (pull_k − own_k p_i)·n·∂R_k/∂w_i, and n·∂R_k/∂w_i = c_k² w_i / R_k.
+    """
+    statistic = spread(shared["statistic"], layout)
+    if "pull" not in shared:
+        return statistic
+    squares = torch.tensor(layout.fan_ins if by_fan_in else 1).to(values)
+    slope = spread(squares / shared["statistic"], layout) * values.detach()
+    pull, own = (spread(shared[name], layout) for name in ("pull", "own"))
+    return _Pulled.apply(values, statistic, slope, pull, own)  # type: ignore[no-any-return]
 
 
 def spread(statistic: Tensor, layout: Layout) -> Tensor:

@@ -1,7 +1,8 @@
 """Exact first-order meta-gradients in bounded memory: run without a tape, then go back block by block."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
 from itertools import islice
 from math import ceil
 from typing import Literal, NamedTuple, TypeVar
@@ -18,6 +19,7 @@ from l2lopt.types import (
     Loss,
     OptimiserState,
     Params,
+    Pull,
     Replay,
     Step,
     Update,
@@ -48,8 +50,10 @@ class Blockwise(Unroll):
         s̄_t = s̄_{t+1} ∂s_{t+1}/∂s_t + a_{t+1} ∂u_t/∂s_t
         dφ += a_{t+1} ∂u_t/∂φ + s̄_{t+1} ∂s_{t+1}/∂φ
 
-    Equal to `Taped` of first order to rounding, but for rules with a statistic over a tensor, whose slope `Taped` has
-    and this unroll leaves out. The replay is the update's own if it is a `BlockUpdate`, else autograd's.
+    Equal to `Taped` of first order to rounding. The replay is the update's own if it is a `BlockUpdate`, else
+    autograd's. A statistic that a rule takes over a tensor depends on all blocks: where the update has a `pull`, a
+    first pass over the blocks adds up what the statistic of each step does to the meta-loss, and the replay takes its
+    slope from that; otherwise the slope is left out.
 
     With `share` below 1 only a random share of each tensor's coordinates is recorded and replayed, drawn anew for
     every window and weighted by its inverse: the mean over draws is the whole meta-gradient.
@@ -152,7 +156,7 @@ class Blockwise(Unroll):
         size, numbers = carry.params.shape[-1], carry.params.numel()
         window = max(1, min(length, self.truncation or length))
         dtype = torch.bfloat16 if self.record == "bfloat16" else carry.params.dtype
-        drawn = sum(ceil(self.share * part) for part in carry.state.layout.sizes) * (numbers // max(size, 1))
+        drawn = sum(_count(self.share, part) for part in carry.state.layout.sizes) * (numbers // max(size, 1))
         step, *following = islice(steps, 2)
         others = sum(all(target.batch is not later.batch for later in following) for target in step.targets)
         gradient, (seen,) = _seconds(lambda: [measure(loss, carry.params, carry.aux, step.batch)])
@@ -174,6 +178,9 @@ class Blockwise(Unroll):
             [after.shared] * several,
         )
         back, _ = _seconds(lambda: way.replay(phi, probe))
+        if way.pull is not None:
+            pull = way.pull
+            back += _seconds(lambda: pull(phi, probe))[0]
         threads = torch.get_num_threads() if way.threaded else 1
         work = (numbers * forward + drawn * back / several) / max(theta.numel(), 1) / threads
         state = sum(value.numel() * value.element_size() for value in carry.state.coordinates.values())
@@ -196,7 +203,8 @@ class Blockwise(Unroll):
         self.rows.clear()
         dtype = torch.bfloat16 if self.record == "bfloat16" else params.dtype
         if self.share == 1:
-            return _Open(Record(optimiser_state, params, self.rows, dtype), None), state
+            record = Record(optimiser_state, params, self.rows, dtype)
+            return _Open(record, None, optimiser_state.layout.sizes), state
         seed, count = state.tolist()
         source = generator("coordinates", seed, count)
         select, weights, layout = stratified(optimiser_state.layout, self.share, source)
@@ -208,27 +216,43 @@ class Blockwise(Unroll):
             },
         )
         record = Record(part, params, self.rows, dtype, select.to(params.device))
-        return _Open(record, weights.to(params)), state + torch.tensor([0, 1])
+        return _Open(record, weights.to(params), optimiser_state.layout.sizes), state + torch.tensor([0, 1])
 
     def _replayed(self, phi: Params, window: "_Open", way: "_Way") -> dict[str, Tensor]:
-        """The window's meta-gradient in float64, block after block, summed in a fixed order."""
+        """The window's meta-gradient in float64, block after block; first the pull of its statistics, if it has one."""
+        record = window.record
+        pull = way.pull
+        if pull is not None and record.state.layout.size:
+            # Of n coordinates m are replayed, each with the weight n/m: two of them meet with another chance than one
+            # meets itself. pull − own·p_i has the mean Σp / n over samples even where it multiplies what i has.
+            whole = torch.tensor(window.sizes, dtype=torch.float64).clamp(min=1)
+            pairs = (whole - 1) / (torch.tensor(record.state.layout.sizes) - 1).clamp(min=1)
+            pairs = torch.where(whole > 1, pairs, 1.0)
+            sums = self._summed(window, way, lambda part: {"pull": pull(phi, part)})["pull"]
+            factor, own = (pairs / whole).to(sums), ((pairs - 1) / whole).to(sums)
+            for index, shared in enumerate(record.shared):
+                pulls = {"pull": sums[index] * factor, "own": own.expand_as(sums[index])}
+                record.shared[index] = shared | {name: value.to(shared["statistic"]) for name, value in pulls.items()}
+        return self._summed(window, way, lambda part: way.replay(phi, part))
+
+    def _summed(self, window: "_Open", way: "_Way", function: Callable[[Window], Params]) -> Params:
+        """What a function gives for every block, by name, summed in float64 and in a fixed order."""
         size = window.record.state.layout.size
         block = self._block(len(window.record.grads))
         blocks = range(0, size, block)
         few = min(max(len(blocks) // 32, 1), 16)
 
-        def replay(index: int) -> Params:
+        def run(index: int) -> Params:
             """The sum over a few blocks that follow one another, so that few sums are kept."""
-            total = {name: torch.zeros_like(piece, dtype=torch.float64) for name, piece in phi.items()}
+            total: Params = {}
             for low in blocks[index * few : (index + 1) * few]:
-                pieces = way.replay(phi, window.record.window(low, min(low + block, size), window.weights))
-                for name, piece in pieces.items():
-                    total[name] += piece
+                pieces = function(window.record.window(low, min(low + block, size), window.weights))
+                total = _added(total, pieces)
             return total
 
         with one_each() as threads:
-            totals = share_out(replay, ceil(len(blocks) / few), threads if way.threaded else 1)
-        return {name: sum((each[name] for each in totals), torch.zeros_like(piece)) for name, piece in phi.items()}
+            parts = share_out(run, ceil(len(blocks) / few), threads if way.threaded else 1)
+        return reduce(_added, parts, {})
 
     def _block(self, steps: int) -> int:
         """Coordinates replayed at once in a window of `steps`."""
@@ -236,10 +260,11 @@ class Blockwise(Unroll):
 
 
 class _Open(NamedTuple):
-    """A window under way, and the weights [m] of its coordinates where they are a sample."""
+    """A window under way, the weights [m] of its coordinates if they are a sample, the sizes of the whole tensors."""
 
     record: Record
     weights: Tensor | None
+    sizes: Sequence[int]
 
 
 class _Way(NamedTuple):
@@ -249,13 +274,19 @@ class _Way(NamedTuple):
     replay: Replay
     own: Callable[[OptimiserState], OptimiserState]
     threaded: bool
+    pull: Pull | None = None
 
 
 def _way(update: Update) -> _Way:
     if not isinstance(update, BlockUpdate):
         return _Way(update, taped_replay(update), lambda state: state, False)
     back = update.replay or taped_replay(update.update)
-    return _Way(update.advance, back, _copy, update.replay is not None)
+    return _Way(update.advance, back, _copy, update.replay is not None, update.pull)
+
+
+def _added(total: Params, pieces: Params) -> Params:
+    """The sums in float64."""
+    return {name: piece.double() + total.get(name, 0.0) for name, piece in pieces.items()}
 
 
 def _copy(state: OptimiserState) -> OptimiserState:
@@ -274,21 +305,38 @@ def taped_replay(update: Update) -> Replay:
 
     def replay(phi: Params, window: Window) -> Params:
         leaves = {name: value.detach().requires_grad_() for name, value in phi.items()}
-        state, params, total = window.state, window.params, torch.zeros(())
-        with torch.enable_grad():
-            for grads, source, loss, after in zip(
-                window.grads, window.sources, window.losses, window.shared, strict=True
-            ):
-                change, state = update(leaves, grads, state, params, loss, after)
-                params = params + change
-                total = total + (source * params).sum()
-        return gradient_of(total, leaves)
+        return gradient_of(_moved(update, leaves, window), leaves)
 
     return replay
 
 
+@torch.enable_grad()
+def _moved(update: Update, phi: Params, window: Window) -> Tensor:
+    """Σ_t q_t θ_{t+1} over a block's steps, whose slopes are those of the meta-loss."""
+    state, params, total = window.state, window.params, torch.zeros(())
+    for grads, source, loss, after in zip(window.grads, window.sources, window.losses, window.shared, strict=True):
+        change, state = update(phi, grads, state, params, loss, after)
+        params = params + change
+        total = total + (source * params).sum()
+    return total
+
+
+def taped_pull(update: Update) -> Pull:
+    """∂(meta-loss)/∂(statistic) of any update that takes its statistic from `after`, on autograd's tape."""
+
+    def pull(phi: Params, window: Window) -> Tensor:
+        given = [
+            dict(shared) | {"statistic": shared["statistic"].detach().requires_grad_()} for shared in window.shared
+        ]
+        total = _moved(update, phi, window._replace(shared=given))
+        leaves = {str(t): shared["statistic"] for t, shared in enumerate(given)}
+        return torch.stack(list(gradient_of(total, leaves).values())).double()
+
+    return pull
+
+
 def stratified(layout: Layout, share: float, source: torch.Generator) -> tuple[Tensor, Tensor, Layout]:
-    """A random share of every tensor's coordinates, at least one of each, without replacement.
+    """A random share of every tensor's coordinates, at least two where there are two, without replacement.
 
     Returns:
         Their places [m], rising; the inverse of the chance each had [m]; and the layout of the sample, which keeps all
@@ -296,7 +344,7 @@ def stratified(layout: Layout, share: float, source: torch.Generator) -> tuple[T
     """
     places, weights, counts, first = [], [], [], 0
     for size in layout.sizes:
-        count = ceil(share * size)
+        count = _count(share, size)
         places.append(first + torch.randperm(size, generator=source)[:count].sort().values)
         weights.append(torch.full((count,), size / max(count, 1), dtype=torch.float64))
         counts.append((count,))
@@ -307,6 +355,11 @@ def stratified(layout: Layout, share: float, source: torch.Generator) -> tuple[T
         torch.cat([empty.double(), *weights]),
         Layout(layout.names, tuple(counts), layout.fan_ins),
     )
+
+
+def _count(share: float, size: int) -> int:
+    """How many of a tensor's coordinates a share of them are."""
+    return max(ceil(share * size), min(size, 2))
 
 
 def _seconds(function: Callable[[], Result]) -> tuple[float, Result]:
