@@ -28,11 +28,25 @@ app = typer.Typer(
 console = Console(stderr=False)
 errors = Console(stderr=True, soft_wrap=True)
 
+_RANK = os.environ.get("RANK", "0") if os.environ.get("WORLD_SIZE", "1") != "1" else None
+"""This process's number among those of `torchrun`; None where it is alone."""
+
+
+def _use_data(folder: Path | None) -> Path | None:
+    """Puts the folder where everything looks for it, the processes that are started included."""
+    if folder is not None:
+        os.environ["L2LOPT_DATA"] = os.fspath(folder.absolute())
+    return folder
+
+
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change the config; repeatable.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="The config's seed.")]
 Device = Annotated[str | None, typer.Option("--device", help='Where tensors live: "cpu", "cuda", …')]
 Run = Annotated[Path | None, typer.Option("--run", metavar="DIR", help="The run's folder.")]
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders that earlier commands have left.")]
+Data = Annotated[
+    Path | None, typer.Option("--data", metavar="ROOT", callback=_use_data, help="Of the data sets, for L2LOPT_DATA.")
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier run in the folder.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on where an interrupted run stands.")]
 
@@ -56,6 +70,7 @@ def meta_train(
     changes: Set = None,
     seed: Seed = None,
     device: Device = None,
+    data: Data = None,
     overwrite: Overwrite = False,
     resume: Resume = False,
 ) -> None:
@@ -76,7 +91,7 @@ def meta_train(
 
 
 @app.command()
-def evaluate(runs: Runs, changes: Set = None, seed: Seed = None, device: Device = None) -> None:
+def evaluate(runs: Runs, changes: Set = None, seed: Seed = None, device: Device = None, data: Data = None) -> None:
     """Compare the learned optimisers of one or more runs with tuned baselines on the same fresh problems."""
     from l2lopt import experiments
 
@@ -93,6 +108,7 @@ def train(
     changes: Set = None,
     seed: Seed = None,
     device: Device = None,
+    data: Data = None,
     overwrite: Overwrite = False,
     resume: Resume = False,
 ) -> None:
@@ -174,10 +190,11 @@ def _compare(label: str, rows: list[Mapping[str, Any]]) -> None:
 
 @app.command()
 def reproduce(
-    study: Annotated[Path, typer.Argument(metavar="STUDY", help="A TOML file, as in configs/studies/.")],
+    study: Annotated[Path, typer.Argument(metavar="STUDY", help="A TOML file, or one that is shipped, such as fig3.")],
     run: Run = None,
     changes: Set = None,
     device: Device = None,
+    data: Data = None,
     jobs: Annotated[int, typer.Option("--jobs", min=1, help="Pieces made at the same time.")] = 1,
 ) -> None:
     """Make a study's table and figures: many optimisers, meta-seeds and problems; goes on where it was stopped."""
@@ -191,7 +208,11 @@ def reproduce(
 
 
 def main() -> None:
-    """Runs the command line; a user's mistake ends in one line on standard error and exit code 2."""
+    """Runs the command line; a user's mistake ends in one line on standard error and exit code 2.
+
+    Of several ranks only the first one talks, but for errors.
+    """
+    console.quiet = _RANK not in (None, "0")
     try:
         app(standalone_mode=False)
     except UserError as error:
@@ -212,7 +233,8 @@ def main() -> None:
 
 
 def _fail(message: str, code: int = 2) -> None:
-    errors.print(f"l2lopt: {message}", markup=False, highlight=False)
+    where = "l2lopt" if _RANK is None else f"l2lopt, rank {_RANK}"
+    errors.print(f"{where}: {message}", markup=False, highlight=False)
     sys.exit(code)
 
 

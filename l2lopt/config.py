@@ -1,5 +1,6 @@
 """Typed configs from TOML, and the objects they describe."""
 
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
@@ -15,7 +16,7 @@ import optimisees
 from l2lopt import kernels, optimisers, tables, unrolls
 from l2lopt import weights as files
 from l2lopt.errors import UserError
-from l2lopt.evaluation import EvaluationSettings, run_free
+from l2lopt.evaluation import EvaluationSettings, run_groups
 from l2lopt.meta_training import MetaTrainSettings, UnrollSettings
 from l2lopt.optimisee import Optimisee, Split
 from l2lopt.optimisers import Optimiser
@@ -40,6 +41,8 @@ class ValidationSettings(Settings):
     """The steps at which the losses are taken; the last ends the run."""
     split: Split = "train"
     """Whose whole loss counts."""
+    rows: PositiveInt | None = None
+    """Runs made side by side; none: all. 1 suits large models."""
 
 
 class _Common(Settings):
@@ -121,7 +124,8 @@ class Experiment(NamedTuple):
         seeds = [seed_of("validation", self.config.seed, index) for index in range(settings.seeds)]
         scores = []
         for optimisee in self.optimisees:
-            run = run_free(optimiser, optimisee, seeds, sorted(settings.horizons), (settings.split,))
+            horizons = sorted(settings.horizons)
+            run = run_groups(lambda _: optimiser, optimisee, seeds, horizons, (settings.split,), rows=settings.rows)
             means = run.losses[settings.split].double().mean(1).clamp(min=1e-12)
             scores.append(float(means.log().nan_to_num(nan=torch.inf).mean()))
         return fmean(scores)
@@ -172,9 +176,9 @@ def build(config: Config) -> Experiment:
     Raises:
         UserError: for an unknown name or option, or a device that is not there.
     """
-    device = _device(config.device)
+    place = device(config.device)
     problems = [
-        tables.build(optimisees.OPTIMISEES, "optimisee", choice, device=str(device))
+        tables.build(optimisees.OPTIMISEES, "optimisee", choice, device=str(place))
         for choice in (config.optimisee, *config.mixed_with)
     ]
     optimiser = optimisers.build(config.optimiser, optimisers.LEARNED, seed=seed_of("optimiser", config.seed))
@@ -182,7 +186,7 @@ def build(config: Config) -> Experiment:
     config.evaluation.checked_horizons()
     for baseline in config.evaluation.baselines:
         baseline.build(baseline.rates[0], config.evaluation.steps)
-    return Experiment(config, problems, optimiser.to(device), unroll)
+    return Experiment(config, problems, optimiser.to(place), unroll)
 
 
 def build_training(config: TrainConfig) -> Training:
@@ -191,8 +195,8 @@ def build_training(config: TrainConfig) -> Training:
     Raises:
         UserError: for an unknown name or option, one that the parameters do not allow, or a device that is not there.
     """
-    device = _device(config.device)
-    optimisee = tables.build(optimisees.OPTIMISEES, "optimisee", config.optimisee, device=str(device))
+    place = device(config.device)
+    optimisee = tables.build(optimisees.OPTIMISEES, "optimisee", config.optimisee, device=str(place))
     factory = _factory(config.optimiser, seed_of("optimiser", config.seed))
     seed = seed_of("train", config.seed)
     for split in config.train.splits:
@@ -211,10 +215,31 @@ def build_training(config: TrainConfig) -> Training:
     return Training(config, optimisee, factory)
 
 
+@cache
+def device(name: str) -> torch.device:
+    """The device called `name`; where `torchrun` starts several processes on a machine, "cuda" is each one's own.
+
+    Raises:
+        UserError: where it is not there.
+    """
+    try:
+        found = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if name == "cuda" else name)
+        torch.zeros(1, device=found)
+    except (RuntimeError, AssertionError) as error:
+        reason = f"{name!r} ({str(error).splitlines()[0]})"
+        raise UserError("device", expected="a device of this machine", found=reason, remedy='use "cpu"') from None
+    return found
+
+
+def shipped(name: str) -> Path:
+    """A file or folder of configs/: inside the installed package, or beside it in a checkout."""
+    inside = Path(__file__).with_name("configs")
+    return (inside if inside.is_dir() else Path(__file__).parent.parent / "configs") / name
+
+
 def demo() -> Path:
-    """The demo's config: inside the installed package, or beside it in a checkout."""
-    inside = Path(__file__).with_name("demo.toml")
-    return inside if inside.exists() else Path(__file__).parent.parent / "configs" / "demo.toml"
+    """The demo's config."""
+    return shipped("demo.toml")
 
 
 def _factory(choice: Choice, seed: int) -> OptimizerFactory:
@@ -272,14 +297,3 @@ def _change(data: dict[str, Any], change: str, kind: type[Settings]) -> None:
             raise UserError("--set", expected=f"a table at {key!r}", found=repr(inner), remedy="change the key")
         data[key] = data = dict(inner)
     data[last] = value
-
-
-@cache
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        found = f"{name!r} ({str(error).splitlines()[0]})"
-        raise UserError("device", expected="a device of this machine", found=found, remedy='use "cpu"') from None
-    return device

@@ -1,9 +1,11 @@
 """Optimisers run free on the same fresh problems: learned ones beside hand-made ones whose rates are tuned."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from math import ceil
+from statistics import fmean
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -11,7 +13,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from scipy import stats
 from torch import Tensor
 
-from l2lopt import optimisers
+from l2lopt import distributed, optimisers
 from l2lopt.errors import UserError
 from l2lopt.optimisee import Optimisee, Split, batch_rows, evaluate_rows, flat_loss, init_rows
 from l2lopt.optimisers import Optimiser
@@ -71,6 +73,9 @@ class EvaluationSettings(Settings):
     """Where the table reads the losses, and for which the baselines' rates are chosen."""
     tuning_seeds: PositiveInt = 5
     """Problems on which the rates are chosen; never the reported ones."""
+    rows: PositiveInt | None = None
+    """Runs made side by side, in one vectorised pass; none: all. 1 suits large models: the memory is that of one run,
+    and a study that is stopped goes on after the last run it has made."""
     baselines: list[Baseline] = Field(default_factory=default_baselines)
     """What the learned optimisers are compared with."""
 
@@ -148,6 +153,15 @@ class Curves(NamedTuple):
     seconds: float
 
 
+Keep: TypeAlias = Callable[[Mapping[str, Any], Callable[[], Curves]], Curves]
+"""(what a run is, how it is made) → its curves: made, or as they were kept from before."""
+
+
+def made(work: Mapping[str, Any], make: Callable[[], Curves]) -> Curves:
+    """The `Keep` that keeps nothing."""
+    return make()
+
+
 @dataclass(frozen=True)
 class FreeRun:
     """One optimiser's part of an evaluation.
@@ -178,6 +192,8 @@ def run_free(
 ) -> Curves:
     """Runs an optimiser on fresh problems, a row for each seed, all rows in one vectorised pass.
 
+    Once no parameter is a number any more nothing can change that: the steps that are left are not made.
+
     Args:
         optimiser: learned or hand-made.
         optimisee: the problem.
@@ -191,13 +207,16 @@ def run_free(
     loss = flat_loss(optimisee, layout)
     state = optimiser.init(layout, (len(seeds),), like=params)
     losses: dict[Split, list[Tensor]] = {split: [] for split in splits}
-    marks, seconds = set(record), 0.0
+    marks, seconds, steps, values = set(record), 0.0, 0, params.new_zeros(len(seeds))
     for step in range(max(record) + 1):
+        lost = _nowhere(values, params)
         if step in marks:
             for split in splits:
-                losses[split].append(evaluate_rows(optimisee, layout, split, seeds, params, aux))
+                nothing = params.new_full((len(seeds),), torch.nan)
+                found = nothing if lost else evaluate_rows(optimisee, layout, split, seeds, params, aux)
+                losses[split].append(found)
             report(stage, step, max(record), {split: float(losses[split][-1].mean()) for split in splits})
-        if step < max(record):
+        if step < max(record) and not lost:
             batch = batch_rows(optimisee, "train", seeds, step)
             start = time.perf_counter()
             theta = params.requires_grad_()
@@ -207,9 +226,62 @@ def run_free(
                 change, state = optimiser.advance(grads, state, params.detach(), values.detach())
                 params = params.detach() + change
             aux = {name: value.detach() for name, value in aux.items()}
+            if params.is_cuda:
+                torch.cuda.synchronize(params.device)
             seconds += time.perf_counter() - start
-    taken = {split: torch.stack(values) for split, values in losses.items()}
-    return Curves(sorted(marks), taken, seconds / max(1, max(record) * len(seeds)))
+            steps += 1
+    taken = {split: torch.stack(values).cpu() for split, values in losses.items()}
+    return Curves(sorted(marks), taken, seconds / max(1, steps * len(seeds)))
+
+
+def _nowhere(losses: Tensor, params: Tensor) -> bool:
+    """Whether no parameter is a number; the losses of the last step are looked at first, as they are few."""
+    return not bool(losses.isfinite().any()) and bool(params.isnan().all())
+
+
+def run_groups(
+    build: Callable[[slice], Optimiser],
+    optimisee: Optimisee,
+    seeds: Sequence[int],
+    record: Sequence[int],
+    splits: Sequence[Split] = SPLITS,
+    report: Report = silent,
+    stage: str = "run",
+    *,
+    rows: int | None = None,
+    keep: Keep = made,
+    work: Mapping[str, Any] | None = None,
+) -> Curves:
+    """`run_free`, `rows` problems at a time, each group a piece that can be kept, and shared out to the ranks.
+
+    Args:
+        build: the optimiser of a part of the problems.
+        optimisee: see `run_free`, as for the next five.
+        seeds: of all problems.
+        record: rising.
+        splits: which.
+        report: progress.
+        stage: its name.
+        rows: of a group; None: all, or a rank's share of them.
+        keep: where the groups' curves are kept.
+        work: what the runs are, besides seeds, steps and splits.
+    """
+    size = rows or ceil(len(seeds) / distributed.ranks())
+    groups = [slice(low, low + size) for low in range(0, len(seeds), size)]
+
+    def make(index: int) -> Curves:
+        group = groups[index]
+        own, facts = seeds[group], {"seeds": [*seeds[group]], "record": [*record], "splits": [*splits]}
+        facts |= {"group": [group.start, group.stop], **(work or {})}
+
+        def told(stage: str, done: int, total: int, figures: Mapping[str, float]) -> None:
+            report(stage, index * total + done, len(groups) * total, figures)
+
+        return keep(facts, lambda: run_free(build(group), optimisee, own, record, splits, told, stage))
+
+    parts = distributed.share_out(make, len(groups))
+    losses = {split: torch.cat([part.losses[split] for part in parts], dim=1) for split in splits}
+    return Curves(parts[0].steps, losses, fmean(part.seconds for part in parts))
 
 
 def record_steps(steps: int, horizons: Sequence[int], per_decade: int = 12) -> list[int]:
@@ -263,21 +335,28 @@ def learned_run(
     seed: int = 0,
     report: Report = silent,
     stage: str = "run",
+    keep: Keep = made,
 ) -> FreeRun:
-    """A learned optimiser on the problems of an evaluation; the arguments are those of `evaluate`."""
-    record = record_steps(settings.steps, settings.checked_horizons())
-    run = run_free(optimiser, optimisee, _reported(settings, seed), record, report=report, stage=stage)
+    """A learned optimiser on the problems of an evaluation; the arguments are those of `evaluate` and `run_groups`."""
+    record, seeds = record_steps(settings.steps, settings.checked_horizons()), _reported(settings, seed)
+    run = run_groups(
+        lambda _: optimiser, optimisee, seeds, record, report=report, stage=stage, rows=settings.rows, keep=keep
+    )
     return FreeRun("learned", _by_step(run), run.seconds)
 
 
 def baseline_run(
-    baseline: Baseline, optimisee: Optimisee, settings: EvaluationSettings, *, seed: int = 0, report: Report = silent
+    baseline: Baseline,
+    optimisee: Optimisee,
+    settings: EvaluationSettings,
+    *,
+    seed: int = 0,
+    report: Report = silent,
+    keep: Keep = made,
 ) -> FreeRun:
-    """A baseline tuned for every horizon, on the problems of an evaluation; the arguments are those of `evaluate`."""
-    horizons = settings.checked_horizons()
-    chosen = _tune(baseline, optimisee, horizons, settings, seed, report)
-    record = record_steps(settings.steps, horizons)
-    losses, seconds = _baseline_curve(baseline, chosen, optimisee, _reported(settings, seed), record, report)
+    """A baseline tuned for every horizon, on the problems of an evaluation; the arguments are as in `learned_run`."""
+    chosen = _tune(baseline, optimisee, settings, seed, report, keep)
+    losses, seconds = _baseline_curve(baseline, chosen, optimisee, settings, seed, report, keep)
     return FreeRun("baseline", losses, seconds, chosen, _edges(baseline, chosen))
 
 
@@ -304,26 +383,30 @@ def _reported(settings: EvaluationSettings, seed: int) -> list[int]:
 def _tune(
     baseline: Baseline,
     optimisee: Optimisee,
-    horizons: list[int],
     settings: EvaluationSettings,
     seed: int,
     report: Report,
+    keep: Keep,
 ) -> dict[int, Tuned]:
-    """Horizon → the best run of the grid, schedules of later horizons tried too; all rates are rows of one pass."""
+    """Horizon → the best run of the grid, schedules of later horizons tried too; every rate is a row on every seed."""
+    horizons = settings.checked_horizons()
     seeds = [seed_of("tuning", seed, index) for index in range(settings.tuning_seeds)]
     rates = torch.tensor(baseline.rates, dtype=torch.float64)
     rows = rates.repeat_interleave(len(seeds))
     tried: dict[int, dict[Tuned, float]] = {horizon: {} for horizon in horizons}
     for length in horizons if baseline.schedule == "cosine" else horizons[-1:]:
         marks = [horizon for horizon in horizons if horizon <= length]
-        run = run_free(
-            baseline.build(rows, length),
+        run = run_groups(
+            lambda group, length=length: baseline.build(rows[group], length),  # type: ignore[misc]
             optimisee,
             seeds * len(rates),
             marks,
             ("train",),
             report,
             f"tune {baseline.name}",
+            rows=settings.rows,
+            keep=keep,
+            work={"length": length},
         )
         for horizon, losses in _by_step(run)["train"].items():
             means = losses.view(len(rates), len(seeds)).double().mean(1).nan_to_num(nan=torch.inf)
@@ -335,18 +418,29 @@ def _baseline_curve(
     baseline: Baseline,
     chosen: Mapping[int, Tuned],
     optimisee: Optimisee,
-    seeds: list[int],
-    record: list[int],
+    settings: EvaluationSettings,
+    seed: int,
     report: Report,
+    keep: Keep,
 ) -> tuple[dict[Split, dict[int, Tensor]], float]:
     """The losses of the runs chosen for each horizon, each where its horizon is the next."""
+    record = record_steps(settings.steps, settings.checked_horizons())
     curve: dict[Split, dict[int, Tensor]] = {split: {} for split in SPLITS}
     seconds, first = 0.0, 0
     for run in dict.fromkeys(chosen.values()):
         served = [horizon for horizon, choosing in chosen.items() if choosing == run]
         marks = [step for step in record if step <= max(served)]
-        optimiser = baseline.build(run.rate, run.length)
-        taken = run_free(optimiser, optimisee, seeds, marks, report=report, stage=baseline.name)
+        taken = run_groups(
+            lambda _, run=run: baseline.build(run.rate, run.length),  # type: ignore[misc]
+            optimisee,
+            _reported(settings, seed),
+            marks,
+            report=report,
+            stage=baseline.name,
+            rows=settings.rows,
+            keep=keep,
+            work=run._asdict(),
+        )
         seconds = max(seconds, taken.seconds)
         for horizon in served:
             first = max((earlier + 1 for earlier in chosen if earlier < horizon), default=0)

@@ -6,17 +6,17 @@ import json
 import logging
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
 from l2lopt import config as configs
-from l2lopt import evaluation, kernels, meta_training, plotting, store, tables, training, weights
+from l2lopt import distributed, evaluation, kernels, meta_training, plotting, store, tables, training, weights
 from l2lopt.checkpoint import CheckpointFile
 from l2lopt.config import Config, TrainConfig
 from l2lopt.errors import UserError
 from l2lopt.evaluation import Evaluation
-from l2lopt.records import Records, existing, write_json, write_text, written_whole
+from l2lopt.records import NoRecords, Records, existing, write_json, write_text, written_whole
 from l2lopt.tables import Choice
 from l2lopt.threads import cpu_threads
 from l2lopt.training import Trained
@@ -49,7 +49,8 @@ def meta_train(
 ) -> Path:
     """Meta-trains the optimiser that a config describes.
 
-    Leaves `config.toml`, `metrics.jsonl`, TensorBoard events and `optimiser.safetensors` in the run's folder.
+    Leaves `config.toml`, `metrics.jsonl`, TensorBoard events and `optimiser.safetensors` in the run's folder. Where
+    `torchrun` has started several processes, each makes its own runs of the meta-batch: `meta_training.meta_train`.
 
     Args:
         config: a TOML file, a mapping, or a `Config`.
@@ -63,44 +64,49 @@ def meta_train(
     Raises:
         UserError: for a mistake in the config, or a folder that holds a run already.
     """
-    experiment = configs.build(configs.load(config, changes))
-    settings = experiment.config
-    folder = _claim(Path(run), overwrite, resume)
-    work = settings.model_dump(mode="json", exclude={"evaluation", "label"})
-    checkpoint = CheckpointFile(folder / "checkpoint.safetensors", work)
-    kept = checkpoint.load()
-    write_text(folder / "config.toml", configs.dump(settings))
-    with closing(Records(folder, kept[0]["update"] if kept else -1)) as records, cpu_threads(settings.threads):
-        result = meta_training.meta_train(
-            experiment.optimiser,
-            experiment.optimisees,
-            experiment.unroll,
-            settings.meta,
-            settings.unroll,
-            score=experiment.score,
-            seed=settings.seed,
-            backend=settings.backend,
-            records=records,
-            report=report,
-            checkpoint=checkpoint,
-        )
-    facts = {
-        "label": settings.name,
-        "optimisee": settings.optimisee,
-        "best_update": result.update,
-        "score": result.score,
-        "meta_updates": settings.meta.updates,
-        "inner_steps": result.inner_steps,
-        "skipped_unrolls": result.skipped,
-    }
-    weights.save(experiment.optimiser, folder / "optimiser.safetensors", facts)
+    with distributed.together():
+        experiment = configs.build(configs.load(config, changes))
+        settings = experiment.config
+        folder = distributed.on_first(lambda: _claim(Path(run), overwrite, resume))
+        work = settings.model_dump(mode="json", exclude={"evaluation", "label"})
+        checkpoint = CheckpointFile(folder / "checkpoint.safetensors", work)
+        kept = checkpoint.load()
+        distributed.on_first(lambda: write_text(folder / "config.toml", configs.dump(settings)))
+        after = kept[0]["update"] if kept else -1
+        recording = nullcontext(NoRecords()) if distributed.rank() else closing(Records(folder, after))
+        with recording as records, cpu_threads(settings.threads):
+            result = meta_training.meta_train(
+                experiment.optimiser,
+                experiment.optimisees,
+                experiment.unroll,
+                settings.meta,
+                settings.unroll,
+                score=experiment.score,
+                seed=settings.seed,
+                backend=settings.backend,
+                records=records,
+                report=report,
+                checkpoint=checkpoint,
+            )
+        facts = {
+            "label": settings.name,
+            "optimisee": settings.optimisee,
+            "best_update": result.update,
+            "score": result.score,
+            "meta_updates": settings.meta.updates,
+            "inner_steps": result.inner_steps,
+            "skipped_unrolls": result.skipped,
+        }
+        path = folder / "optimiser.safetensors"
+        distributed.on_first(lambda: weights.save(experiment.optimiser, path, facts))
     return folder
 
 
 def evaluate(*runs: str | Path, changes: Sequence[str] = (), report: Report = silent) -> Evaluation:
     """Compares the learned optimisers of one or more runs with tuned baselines, all on the same fresh problems.
 
-    Leaves `evaluation.csv` and `evaluation.json` (table, chosen baselines, warnings) in every run's folder.
+    Leaves `evaluation.csv` and `evaluation.json` (table, chosen baselines, warnings) in every run's folder. Started by
+    `torchrun`, its processes share out the problems.
 
     Args:
         runs: folders that `meta_train` left; several must agree on optimisee, seed and evaluation.
@@ -119,15 +125,19 @@ def evaluate(*runs: str | Path, changes: Sequence[str] = (), report: Report = si
             if getattr(other, key) != getattr(settings[0], key):
                 expected, found = f"the {key} of {folders[0]}", "another"
                 raise UserError(str(folder), expected=expected, found=found, remedy="evaluate it by itself")
-    optimisee = configs.build(settings[0]).optimisee
-    learned = {}
-    for folder, own in zip(folders, settings, strict=True):
-        name = own.name if own.name not in learned else f"{own.name} ({folder.name})"
-        learned[name] = kernels.fast(weights.load(folder / "optimiser.safetensors").to(own.device), own.backend)
-    with cpu_threads(settings[0].threads):
-        result = evaluation.evaluate(learned, optimisee, settings[0].evaluation, seed=settings[0].seed, report=report)
-    for folder in folders:
-        write_evaluation(folder, result)
+    with distributed.together():
+        first = configs.build(settings[0])
+        learned = {}
+        for folder, own in zip(folders, settings, strict=True):
+            name = own.name if own.name not in learned else f"{own.name} ({folder.name})"
+            optimiser = weights.load(folder / "optimiser.safetensors").to(configs.device(own.device))
+            learned[name] = kernels.fast(optimiser, own.backend)
+        with cpu_threads(settings[0].threads):
+            result = evaluation.evaluate(
+                learned, first.optimisee, settings[0].evaluation, seed=settings[0].seed, report=report
+            )
+        for folder in folders if distributed.rank() == 0 else ():
+            write_evaluation(folder, result)
     return result
 
 

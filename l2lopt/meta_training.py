@@ -19,7 +19,7 @@ from pydantic import (
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from l2lopt import kernels
+from l2lopt import distributed, kernels
 from l2lopt.checkpoint import Checkpoint, NoCheckpoint
 from l2lopt.optimisee import Optimisee, Split, flat_loss
 from l2lopt.optimisers import Optimiser
@@ -41,7 +41,7 @@ from l2lopt.types import (
     seed_of,
     silent,
 )
-from l2lopt.unrolls import Blockwise, MetaGradient, Unroll, UnrollState
+from l2lopt.unrolls import Blockwise, Unroll, UnrollState
 
 
 class Targets(Settings):
@@ -148,19 +148,36 @@ class MetaTrained:
     scores: dict[int, float] = field(default_factory=dict)
 
 
-class _Run(NamedTuple):
-    """An inner run under way."""
+class _Slot(NamedTuple):
+    """Where a run stands, as every rank knows it: its number, the meta-update it began at, the steps it has made."""
 
     number: int
     update: int
+    done: int = 0
+
+
+class _Run(NamedTuple):
+    """An inner run under way, on the rank that makes it."""
+
     seed: int
     optimisee: Optimisee
     length: int
     layout: Layout
     scale: Tensor | None
-    done: int
     carry: Carry
     estimate: UnrollState
+
+
+class _Piece(NamedTuple):
+    """What every rank is told of a run's unroll: all per step, and whether the run ends with it."""
+
+    finite: bool
+    gradient: Params
+    meta_loss: Tensor
+    loss: Tensor
+    update_size: Tensor
+    steps: int
+    ended: bool
 
 
 def meta_train(
@@ -183,6 +200,9 @@ def meta_train(
     finite, each divided by its steps, clips and hands them to Adam. An unroll that is not finite is counted, left
     out, and its run begun anew.
 
+    Within `distributed.together` each rank makes its own runs of the batch; all follow the same meta-gradient, and the
+    end is that of one process to the bit. Rank 0 alone writes.
+
     Args:
         optimiser: the learned rule.
         optimisees: the problems; every run draws one and starts from fresh parameters.
@@ -197,14 +217,17 @@ def meta_train(
         checkpoint: where the place is kept, and taken up again where one is there: the end is the same to the bit.
     """
     records, checkpoint = records or NoRecords(), checkpoint or NoCheckpoint()
+    if distributed.rank():
+        records, report = NoRecords(), silent
     way = kernels.block_update(optimiser, backend)
     meta_optimiser = torch.optim.Adam(optimiser.parameters(), lr=settings.rate)
     result = MetaTrained(_copy(optimiser.phi()))
-    runs: list[_Run | None] = [None] * settings.batch
+    slots: list[_Slot | None] = [None] * settings.batch
+    runs: dict[int, _Run] = {}
     first, begun, planned = 1, 0, 0
 
-    def begin(index: int, update: int) -> _Run:
-        return _begin(optimiser, optimisees, unroll, unrolls, seed, index, update)
+    def begin(slot: _Slot) -> _Run:
+        return _begin(optimiser, optimisees, unroll, unrolls, seed, slot)
 
     def plan(run: _Run) -> None:
         """Says what the largest meta-gradient so far will take."""
@@ -221,6 +244,28 @@ def meta_train(
             if "statistic" in run.carry.state.shared and not pulled:
                 logger.info("the slope of the rule's statistic over a tensor is left out; the estimator taped keeps it")
 
+    def advance(index: int, slot: _Slot) -> _Piece:
+        """The next unroll of the run in a slot, which this rank begins if it is new."""
+        if slot.done == 0:
+            runs[index] = begin(slot)
+            plan(runs[index])
+        run = runs.pop(index)
+        count = min(unrolls.truncation or run.length, run.length - slot.done)
+        piece = unroll(
+            way,
+            rescaled(flat_loss(run.optimisee, run.layout), run.scale),
+            optimiser.phi(),
+            run.carry,
+            inner_steps(run.optimisee, unrolls.targets, run.seed, slot.done, count),
+            run.estimate,
+        )
+        moved = (piece.carry.params - run.carry.params).square().mean().sqrt() / count
+        ended = not piece.finite or slot.done + count == run.length
+        if not ended:
+            runs[index] = run._replace(carry=piece.carry, estimate=piece.state)
+        gradient = {name: value / count for name, value in piece.gradient.items()}
+        return _Piece(piece.finite, gradient, piece.value / count, piece.losses[-1], moved, count, ended)
+
     def validate(update: int) -> None:
         value = score(optimiser)
         result.scores[update] = value
@@ -230,44 +275,31 @@ def meta_train(
 
     kept = checkpoint.load()
     if kept:
-        first, begun, runs = _take_up(kept, result, optimiser, meta_optimiser, begin)
+        first, begun, slots, runs = _take_up(kept, result, optimiser, meta_optimiser, begin)
     else:
         validate(0)
     for update in range(first, settings.updates + 1):
-        pieces: list[MetaGradient] = []
-        moved: list[Tensor] = []
-        for index, run in enumerate(runs):
-            if run is None:
-                run = begin(begun, update)
-                begun += 1
-                plan(run)
-            count = min(unrolls.truncation or run.length, run.length - run.done)
-            piece = unroll(
-                way,
-                rescaled(flat_loss(run.optimisee, run.layout), run.scale),
-                optimiser.phi(),
-                run.carry,
-                inner_steps(run.optimisee, unrolls.targets, run.seed, run.done, count),
-                run.estimate,
-            )
-            result.inner_steps += count
-            done = run.done + count
-            runs[index] = None
-            if not piece.finite:
-                result.skipped += 1
-                continue
-            pieces.append(piece)
-            moved.append((piece.carry.params - run.carry.params).square().mean().sqrt() / count)
-            if done < run.length:
-                runs[index] = run._replace(done=done, carry=piece.carry, estimate=piece.state)
-        figures = _follow(meta_optimiser, optimiser, settings, update, pieces)
-        figures |= {"update_size": _mean(moved), "skipped": float(result.skipped), "score": result.score}
+        current: list[_Slot] = []
+        for slot in slots:
+            current.append(slot or _Slot(begun, update))
+            begun += slot is None
+        pieces = distributed.share_out(lambda index: advance(index, current[index]), settings.batch)  # noqa: B023
+        slots = [
+            None if piece.ended else slot._replace(done=slot.done + piece.steps)
+            for slot, piece in zip(current, pieces, strict=True)
+        ]
+        result.inner_steps += sum(piece.steps for piece in pieces)
+        result.skipped += sum(not piece.finite for piece in pieces)
+        figures = _follow(meta_optimiser, optimiser, settings, update, [piece for piece in pieces if piece.finite])
+        figures |= {"skipped": float(result.skipped), "score": result.score}
         records.write("meta-train", update, figures)
         report("meta-train", update, settings.updates, figures)
         if update % settings.validate_every == 0 or update == settings.updates:
             validate(update)
         if update % settings.checkpoint_every == 0 or update == settings.updates:
-            checkpoint.save(*_place(update, begun, runs, result, optimiser, meta_optimiser))
+            place = _place(update, begun, slots, runs, result, optimiser, meta_optimiser)
+            if distributed.rank() == 0:
+                checkpoint.save(*place)
     with torch.no_grad():
         for name, value in optimiser.phi().items():
             value.copy_(result.phi[name])
@@ -307,11 +339,10 @@ def _begin(
     unroll: Unroll,
     settings: UnrollSettings,
     seed: int,
-    index: int,
-    update: int,
+    slot: _Slot,
 ) -> _Run:
-    """The inner run number `index`, begun at meta-update `update`."""
-    run_seed = seed_of("meta-train", seed, index)
+    """The inner run of a slot."""
+    run_seed = seed_of("meta-train", seed, slot.number)
     optimisee = optimisees[int(torch.randint(len(optimisees), (), generator=generator("optimisee", run_seed)))]
     params, aux = optimisee.init(run_seed)
     layout = Layout.of(params)
@@ -322,33 +353,31 @@ def _begin(
         flat = flat / scale
     carry = Carry(flat, aux, optimiser.init(layout, like=flat))
     estimate = unroll.init(carry, optimiser.phi(), run_seed)
-    length = settings.draw_length(generator("length", run_seed), update)
-    return _Run(index, update, run_seed, optimisee, length, layout, scale, 0, carry, estimate)
+    length = settings.draw_length(generator("length", run_seed), slot.update)
+    return _Run(run_seed, optimisee, length, layout, scale, carry, estimate)
 
 
 def _place(
     update: int,
     begun: int,
-    runs: list[_Run | None],
+    slots: list[_Slot | None],
+    runs: dict[int, _Run],
     result: MetaTrained,
     optimiser: Optimiser,
     meta_optimiser: torch.optim.Optimizer,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """All that the meta-updates after `update` depend on, as facts and tensors."""
+    """All that the meta-updates after `update` depend on, as facts and tensors; rank 0 gets the runs of all."""
     tensors = {f"best/{name}": value for name, value in result.phi.items()}
     for name, parameter in optimiser.phi().items():
         tensors[f"phi/{name}"] = parameter
         tensors |= {f"adam/{name}/{key}": value for key, value in meta_optimiser.state[parameter].items()}
-    for index, run in enumerate(runs):
-        if run is not None:
-            leaves = pytree.tree_leaves((run.carry, run.estimate))
-            tensors |= {f"run/{index}/{number}": leaf for number, leaf in enumerate(leaves)}
+    own = {index: pytree.tree_leaves((run.carry, run.estimate)) for index, run in runs.items()}
+    for index, leaves in distributed.collect(own).items():
+        tensors |= {f"run/{index}/{number}": leaf for number, leaf in enumerate(leaves)}
     facts = {
         "update": update,
         "begun": begun,
-        "runs": [
-            None if run is None else {"number": run.number, "update": run.update, "done": run.done} for run in runs
-        ],
+        "runs": [None if slot is None else slot._asdict() for slot in slots],
         "score": result.score,
         "best_update": result.update,
         "inner_steps": result.inner_steps,
@@ -363,9 +392,9 @@ def _take_up(
     result: MetaTrained,
     optimiser: Optimiser,
     meta_optimiser: torch.optim.Optimizer,
-    begin: Callable[[int, int], _Run],
-) -> tuple[int, int, list[_Run | None]]:
-    """Puts everything back as `_place` found it: the next update, the runs begun and the runs under way."""
+    begin: Callable[[_Slot], _Run],
+) -> tuple[int, int, list[_Slot | None], dict[int, _Run]]:
+    """Puts everything back as `_place` found it: the next update, the runs begun, the slots and this rank's runs."""
     facts, tensors = kept
     result.score, result.update, result.skipped = facts["score"], facts["best_update"], facts["skipped"]
     result.inner_steps, result.scores = facts["inner_steps"], dict(map(tuple, facts["scores"]))
@@ -379,17 +408,17 @@ def _take_up(
                     # Adam keeps its step count on the CPU, the rest beside the parameter.
                     own = value if value.dim() == 0 else value.to(parameter)
                     meta_optimiser.state[parameter][key.removeprefix(prefix)] = own
-    runs: list[_Run | None] = []
-    for slot, place in enumerate(facts["runs"]):
-        if place is None:
-            runs.append(None)
-            continue
-        run = begin(place["number"], place["update"])
-        leaves, structure = pytree.tree_flatten((run.carry, run.estimate))
-        found = [tensors[f"run/{slot}/{number}"].to(leaf.device) for number, leaf in enumerate(leaves)]
-        carry, estimate = pytree.tree_unflatten(found, structure)
-        runs.append(run._replace(done=place["done"], carry=carry, estimate=estimate))
-    return facts["update"] + 1, facts["begun"], runs
+    slots = [place and _Slot(**place) for place in facts["runs"]]
+    runs: dict[int, _Run] = {}
+    for index in range(distributed.rank(), len(slots), distributed.ranks()):
+        slot = slots[index]
+        if slot is not None:
+            run = begin(slot)
+            leaves, structure = pytree.tree_flatten((run.carry, run.estimate))
+            found = [tensors[f"run/{index}/{number}"].to(leaf.device) for number, leaf in enumerate(leaves)]
+            carry, estimate = pytree.tree_unflatten(found, structure)
+            runs[index] = run._replace(carry=carry, estimate=estimate)
+    return facts["update"] + 1, facts["begun"], slots, runs
 
 
 def _follow(
@@ -397,13 +426,13 @@ def _follow(
     optimiser: Optimiser,
     settings: MetaTrainSettings,
     update: int,
-    pieces: list[MetaGradient],
+    pieces: list[_Piece],
 ) -> dict[str, float]:
     """One meta-update from the finite pieces, and its figures; without any piece φ stays."""
     if not pieces:
-        return {"meta_loss": math.nan, "loss": math.nan, "gradient_norm": math.nan, "rate": 0.0}
+        return dict.fromkeys(("meta_loss", "loss", "gradient_norm", "update_size"), math.nan) | {"rate": 0.0}
     for name, parameter in optimiser.phi().items():
-        parameter.grad = torch.stack([piece.gradient[name] / len(piece.losses) for piece in pieces]).mean(0)
+        parameter.grad = torch.stack([piece.gradient[name] for piece in pieces]).mean(0).to(parameter)
     norm = torch.nn.utils.clip_grad_norm_(optimiser.parameters(), settings.clip)
     step = torch.tensor(update - 1)
     multiplier = warm_up_then(settings.schedule, step, settings.warm_up, settings.updates, settings.final)
@@ -412,15 +441,16 @@ def _follow(
     meta_optimiser.step()
     meta_optimiser.zero_grad()
     return {
-        "meta_loss": _mean([piece.value / len(piece.losses) for piece in pieces]),
-        "loss": _mean([piece.losses[-1] for piece in pieces]),
+        "meta_loss": _mean([piece.meta_loss for piece in pieces]),
+        "loss": _mean([piece.loss for piece in pieces]),
         "gradient_norm": float(norm),
         "rate": settings.rate * float(multiplier),
+        "update_size": _mean([piece.update_size for piece in pieces]),
     }
 
 
 def _mean(values: list[Tensor]) -> float:
-    return float(torch.stack(values).mean()) if values else math.nan
+    return float(torch.stack(values).mean())
 
 
 def _copy(phi: Any) -> Params:

@@ -1,12 +1,13 @@
 """The contract of an optimisee: a model, a loss and its data, all pure functions."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.func import vmap
+from torch.utils import _pytree as pytree
 
 from l2lopt.errors import UserError
 from l2lopt.types import Aux, Batch, Layout, Loss, ModuleLoss, ModuleParts, Params, stack
@@ -54,7 +55,7 @@ class Optimisee(ABC):
 
     @abstractmethod
     def whole(self, split: Split, seed: int) -> Iterator[tuple[Batch, int]]:
-        """All of a split, as batches with the number of samples in each."""
+        """All of a split, or always the same part of it, as batches with the number of samples in each."""
 
     def metrics(self, params: Params, aux: Aux, batch: Batch) -> dict[str, Tensor]:
         """What else is worth knowing in test mode, such as the accuracy, each a mean over samples; none by default."""
@@ -92,10 +93,25 @@ def flat_loss(optimisee: Optimisee, layout: Layout) -> Loss:
         return optimisee.loss(layout.unravel(params), aux, batch)
 
     def either(params: Tensor, aux: Aux, batch: Batch) -> tuple[Tensor, Aux]:
-        return vmap(loss)(params, aux, batch) if params.dim() == 2 else loss(params, aux, batch)
+        return over_rows(loss)(params, aux, batch) if params.dim() == 2 else loss(params, aux, batch)
 
     parts = optimisee.parts()
     return either if parts is None else ModuleLoss(either, layout, *parts)
+
+
+def over_rows(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`vmap` of a function of trees whose tensors have a row for each run; a single row is taken as it is.
+
+    So a large model that is run by itself keeps the memory formats and the autocast that vmap does not know.
+    """
+
+    def mapped(*trees: Any) -> Any:
+        leaves = pytree.tree_leaves(trees)
+        if len(leaves[0]) > 1:
+            return vmap(function)(*trees)
+        return pytree.tree_map(lambda leaf: leaf[None], function(*pytree.tree_map(lambda leaf: leaf[0], trees)))
+
+    return mapped
 
 
 def init_rows(optimisee: Optimisee, seeds: Sequence[int]) -> tuple[Layout, Tensor, Aux]:
@@ -123,9 +139,9 @@ def evaluate_rows(
         for parts in zip(*(optimisee.whole(split, seed) for seed in seeds), strict=True):
             (first, count), *others = parts
             if all(batch is first for batch, _ in others):  # one data set for all: no copy per row
-                total += count * vmap(loss, in_dims=(0, 0, None))(params, aux, first)
+                total += count * over_rows(lambda row, aux, batch=first: loss(row, aux, batch))(params, aux)
             else:
-                total += count * vmap(loss)(params, aux, stack([batch for batch, _ in parts]))
+                total += count * over_rows(loss)(params, aux, stack([batch for batch, _ in parts]))
             samples += count
         return total / samples
 

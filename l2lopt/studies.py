@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import logging
+import shutil
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -15,10 +17,21 @@ from pydantic import Field, NonNegativeInt, ValidationError
 from torch import Tensor
 
 from l2lopt import config as configs
-from l2lopt import evaluation, experiments, kernels, language_studies, optimisers, plotting, tables, weights
+from l2lopt import (
+    distributed,
+    evaluation,
+    experiments,
+    forecast,
+    kernels,
+    language_studies,
+    optimisers,
+    plotting,
+    tables,
+    weights,
+)
 from l2lopt.config import Config
 from l2lopt.errors import UserError
-from l2lopt.evaluation import SPLITS, Evaluation, FreeRun, Tuned
+from l2lopt.evaluation import SPLITS, Curves, Evaluation, FreeRun, Tuned
 from l2lopt.language_studies import LanguageStudy
 from l2lopt.optimisers import Optimiser
 from l2lopt.pieces import make_all, slug
@@ -81,15 +94,23 @@ class _Place(NamedTuple):
     changes: tuple[str, ...]
 
 
+def shipped() -> list[str]:
+    """The names of the studies that come with the library."""
+    return sorted(path.stem for path in configs.shipped("studies").glob("*.toml"))
+
+
+def found(source: str | Path) -> Path:
+    """The file of a study: `source` itself, or the shipped one of that name."""
+    return configs.shipped("studies") / f"{source}.toml" if str(source) in shipped() else Path(source)
+
+
 def load(source: str | Path) -> Study | LanguageStudy:
-    """A study from a TOML file.
+    """A study from a TOML file, or from the name of a shipped one.
 
     Raises:
         UserError: for a missing file, one that is not TOML, or a mistake in it.
     """
-    path = existing(
-        Path(source), "a study's file", "give the path of a TOML file, such as configs/studies/digits-mlp.toml"
-    )
+    path = existing(found(source), "a study's file", f"give its path, or one of {', '.join(shipped())}")
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -111,26 +132,41 @@ def reproduce(
 ) -> list[Path]:
     """Makes a study's table and figures, from data to picture.
 
-    Each piece leaves its files as soon as it is done, and a meta-training its checkpoints: a study that was stopped
-    goes on where it stood. A run whose evaluation has changed since is made anew; a changed recipe is refused.
+    Each piece leaves its files as soon as it is done, a meta-training its checkpoints, an evaluation every group of
+    `evaluation.rows` runs: a study that was stopped goes on where it stood. A run whose evaluation has changed since is
+    made anew; a changed recipe is refused. How long all will take is logged first. Where `torchrun` has started several
+    processes they share out meta-batches and evaluations.
 
     Args:
-        source: the study's TOML file; with `runs` in it, it is one of language models, see `language_studies`.
+        source: the study's TOML file, or the name of a shipped study; with `runs` in it, it is one of language models,
+            see `language_studies`.
         folder: where everything goes.
         changes: to every config, such as "evaluation.seeds=50".
         jobs: pieces made at the same time, each in a process of its own.
         report: progress; with several jobs, of whole pieces.
 
     Returns:
-        `table.md`, `table.json`, and a figure for each problem (of language models none).
+        `table.md`, `table.json`, and a figure for each problem.
 
     Raises:
         UserError: for a mistake in the study or one of its configs.
     """
-    study, place = load(source), _Place(str(source), str(folder), tuple(changes))
+    study = load(source)
     if isinstance(study, LanguageStudy):
-        return language_studies.reproduce(study, source, folder, changes=changes, jobs=jobs, report=report)
-    make_all(partial(_make, place), list(_pieces(study, place)), jobs, report)
+        return language_studies.reproduce(study, found(source), folder, changes=changes, jobs=jobs, report=report)
+    with distributed.together():
+        place = _Place(str(found(source)), str(folder), tuple(changes))
+        pieces = list(_pieces(study, place))
+        _forecast(study, place, pieces, jobs)
+        if jobs > 1 and distributed.ranks() > 1:
+            raise UserError("jobs", expected="1 under torchrun", found=str(jobs), remedy="drop --jobs, or torchrun")
+        make_all(partial(_make, place), pieces, jobs, report)
+        return distributed.on_first(lambda: _summary(study, place))
+
+
+def _summary(study: Study, place: _Place) -> list[Path]:
+    """Table and figures from the pieces' files."""
+    folder = place.folder
     compared = {problem.label: _compared(study, place, number) for number, problem in enumerate(study.problems)}
     paths = [Path(folder) / "table.md", Path(folder) / "table.json"]
     write_text(paths[0], "\n\n".join(_table(label, found) for label, found in compared.items()) + "\n")
@@ -172,6 +208,30 @@ def _pieces(study: Study, place: _Place) -> Iterator[_Work]:
             yield _Work(number, index, None)
 
 
+def _forecast(study: Study, place: _Place, pieces: Sequence[_Work], jobs: int) -> None:
+    """Logs how long the pieces that are not there yet will take."""
+    missing = distributed.on_first(lambda: [piece for piece in pieces if _read(place, piece) is None])
+    measured: dict[tuple[int, int], forecast.Costs] = {}
+    stages = dict.fromkeys(("meta-training", "free runs", "baselines"), 0.0)
+    for piece in missing:
+        config = _config(study, place, piece)
+        kind = piece.problem, 0 if piece.meta_seed is None else piece.optimiser
+        with cpu_threads(config.threads):
+            costs = measured[kind] = measured.get(kind) or forecast.measured(configs.build(config))
+        if piece.meta_seed is None:
+            stages["baselines"] += costs.baseline_run(config, config.evaluation.baselines[piece.optimiser])
+        else:
+            if study.optimisers[piece.optimiser].optimiser is None:
+                stages["meta-training"] += costs.meta_training(config)
+            stages["free runs"] += costs.learned_run(config)
+    if missing:
+        parts = ", ".join(f"{name} {forecast.said(seconds)}" for name, seconds in stages.items() if seconds)
+        shared = f", shared by {jobs * distributed.ranks()} processes" if jobs * distributed.ranks() > 1 else ""
+        total = forecast.said(sum(stages.values()))
+        logger = logging.getLogger("l2lopt")
+        logger.info("%d of %d pieces to make, about %s in all%s: %s", len(missing), len(pieces), total, shared, parts)
+
+
 def _seeds(study: Study, index: int) -> list[int]:
     """The meta-seeds of an optimiser; one that is taken as it is counts as the first."""
     return study.meta_seeds[:1] if study.optimisers[index].optimiser is not None else study.meta_seeds
@@ -185,8 +245,15 @@ def _given(contender: Contender) -> Optimiser | None:
     return None if choice is None else optimisers.build(choice)
 
 
-def _make(place: _Place, piece: _Work, report: Report = silent) -> FreeRun:
-    """The piece's free run: read if it was made from the same work before, else made."""
+class _Task(NamedTuple):
+    """A piece as it is made: its config, the file of its free run, and what that file says it came from."""
+
+    config: Config
+    path: Path
+    work: dict[str, Any]
+
+
+def _task(place: _Place, piece: _Work) -> _Task:
     study = load(place.source)
     assert isinstance(study, Study)
     config = _config(study, place, piece)
@@ -196,40 +263,101 @@ def _make(place: _Place, piece: _Work, report: Report = silent) -> FreeRun:
         "torch": torch.__version__,
         "seed": study.seed,
         "optimisee": config.optimisee,
-        "evaluation": config.evaluation.model_dump(mode="json", exclude={"baselines"}),
+        "evaluation": config.evaluation.model_dump(mode="json", exclude={"baselines"}, exclude_none=True),
     }
     if piece.meta_seed is None:
         baseline = config.evaluation.baselines[piece.optimiser]
-        path, work["baseline"] = home / f"{slug(baseline.name)}.json", baseline.model_dump(mode="json")
-        given = None
-    else:
-        contender = study.optimisers[piece.optimiser]
-        folder, given = home / f"{slug(contender.label)}-{piece.meta_seed}", _given(contender)
-        path, file = folder / "free-run.json", folder / "optimiser.safetensors"
-    if given is not None:
-        work["rule"] = weights.digest(given)
-    elif piece.meta_seed is not None:
+        return _Task(
+            config, home / f"{slug(baseline.name)}.json", work | {"baseline": baseline.model_dump(mode="json")}
+        )
+    contender = study.optimisers[piece.optimiser]
+    folder, given = home / f"{slug(contender.label)}-{piece.meta_seed}", _given(contender)
+    if given is None:
         work["recipe"] = config.model_dump(mode="json", exclude={"evaluation", "label"})
-        work["weights"] = _digest(file)
-    kept = _kept(path, work)
-    if kept is not None:
-        return kept
+        work["weights"] = _digest(folder / "optimiser.safetensors")
+    else:
+        work["rule"] = weights.digest(given)
+    return _Task(config, folder / "free-run.json", work)
+
+
+def _read(place: _Place, piece: _Work) -> FreeRun | None:
+    """The piece's free run if it was made from the same work before."""
+    task = _task(place, piece)
+    return _kept(task.path, task.work)
+
+
+def _there(place: _Place, piece: _Work) -> FreeRun:
+    run = _read(place, piece)
+    if run is None:
+        path = _task(place, piece).path
+        raise UserError(str(path), expected="a free run just made", found="none", remedy="run the study again")
+    return run
+
+
+def _make(place: _Place, piece: _Work, report: Report = silent) -> None:
+    """Leaves the piece's free run, if it is not there, and before it a learned optimiser."""
+    if distributed.on_first(lambda: _read(place, piece) is not None):
+        return
+    study, (config, path, work) = load(place.source), _task(place, piece)
+    assert isinstance(study, Study)
+    given = None if piece.meta_seed is None else _given(study.optimisers[piece.optimiser])
     if piece.meta_seed is not None and given is None:
-        experiments.meta_train(config, folder, resume=True, report=report)
-        work["weights"] = _digest(file)
+        experiments.meta_train(config, path.parent, resume=True, report=report)
+        work["weights"] = _digest(path.parent / "optimiser.safetensors")
+    keep, settings = _Groups(path, work), config.evaluation
     with cpu_threads(config.threads):
-        optimisee, settings = configs.build(config).optimisee, config.evaluation
+        optimisee = configs.build(config).optimisee
         if piece.meta_seed is None:
-            run = evaluation.baseline_run(baseline, optimisee, settings, seed=study.seed, report=report)
+            baseline = settings.baselines[piece.optimiser]
+            run = evaluation.baseline_run(baseline, optimisee, settings, seed=study.seed, report=report, keep=keep)
         else:
-            optimiser = kernels.fast((given or weights.load(file)).to(config.device), config.backend)
-            stage = f"run {folder.name}"
-            run = evaluation.learned_run(optimiser, optimisee, settings, seed=study.seed, report=report, stage=stage)
+            rule = given or weights.load(path.parent / "optimiser.safetensors")
+            run = evaluation.learned_run(
+                kernels.fast(rule.to(configs.device(config.device)), config.backend),
+                optimisee,
+                settings,
+                seed=study.seed,
+                report=report,
+                stage=f"run {path.parent.name}",
+                keep=keep,
+            )
+    distributed.on_first(lambda: _leave(path, work, run))
+
+
+def _leave(path: Path, work: Mapping[str, Any], run: FreeRun) -> None:
+    """Writes a free run down; its groups are not needed any more."""
     losses = {split: {str(step): row.tolist() for step, row in steps.items()} for split, steps in run.losses.items()}
     chosen = {str(horizon): tuned._asdict() for horizon, tuned in run.chosen.items()}
     facts = {"kind": run.kind, "seconds": run.seconds, "warnings": run.warnings, "chosen": chosen, "losses": losses}
     write_json(path, {"work": work, **facts})
-    return run
+    shutil.rmtree(path.with_suffix(""), ignore_errors=True)
+
+
+class _Groups:
+    """Keeps the groups of a piece that is not done, in a folder beside its file; see `evaluation.Keep`."""
+
+    def __init__(self, path: Path, work: Mapping[str, Any]) -> None:
+        self.folder, self.work = path.with_suffix(""), work
+
+    def __call__(self, work: Mapping[str, Any], make: Callable[[], Curves]) -> Curves:
+        text = json.dumps({**self.work, **work}, sort_keys=True)
+        path = self.folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+        try:
+            kept = json.loads(path.read_text(encoding="utf-8"))
+            if kept["work"] == text:
+                losses = {split: _tensor(rows) for split, rows in kept["losses"].items()}
+                return Curves(kept["steps"], losses, kept["seconds"])
+        except (OSError, ValueError, KeyError, TypeError):  # absent or damaged: made anew
+            pass
+        curves = make()
+        rows = {split: losses.tolist() for split, losses in curves.losses.items()}
+        write_json(path, {"work": text, "steps": curves.steps, "losses": rows, "seconds": curves.seconds})
+        return curves
+
+
+def _tensor(rows: Any) -> Tensor:
+    """Numbers as they were before JSON, which says null for what is not finite."""
+    return torch.tensor(json.loads(json.dumps(rows).replace("null", "NaN")))
 
 
 def _digest(path: Path) -> str | None:
@@ -243,8 +371,7 @@ def _kept(path: Path, work: Mapping[str, Any]) -> FreeRun | None:
         if facts["work"] != json.loads(json.dumps(work)):
             return None
         losses: dict[Any, dict[int, Tensor]] = {
-            split: {int(step): torch.tensor(row) for step, row in steps.items()}
-            for split, steps in facts["losses"].items()
+            split: {int(step): _tensor(row) for step, row in steps.items()} for split, steps in facts["losses"].items()
         }
         chosen = {int(horizon): Tuned(**tuned) for horizon, tuned in facts["chosen"].items()}
         return FreeRun(facts["kind"], losses, facts["seconds"], chosen, facts["warnings"])
@@ -265,7 +392,7 @@ def _compared(study: Study, place: _Place, problem: int) -> "_Compared":
     """All pieces of a problem side by side, a learned optimiser's losses meaned over its meta-seeds."""
     spread, runs = {}, {}
     for index, contender in enumerate(study.optimisers):
-        own = [_make(place, _Work(problem, index, seed)) for seed in _seeds(study, index)]
+        own = [_there(place, _Work(problem, index, seed)) for seed in _seeds(study, index)]
         losses: dict[Any, dict[int, Tensor]] = {
             split: {
                 step: torch.stack([run.losses[split][step] for run in own]).mean(0) for step in own[0].losses[split]
@@ -276,7 +403,7 @@ def _compared(study: Study, place: _Place, problem: int) -> "_Compared":
         spread[contender.label] = own
     config = _config(study, place, _Work(problem, 0, None))
     for index, baseline in enumerate(config.evaluation.baselines):
-        runs[baseline.name] = _make(place, _Work(problem, index, None))
+        runs[baseline.name] = _there(place, _Work(problem, index, None))
     return _Compared(evaluation.compared(runs, config.evaluation.checked_horizons()), spread)
 
 

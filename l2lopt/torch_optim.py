@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from l2lopt import kernels, optimisers
+from l2lopt import kernels, optimisers, sharding
 from l2lopt import weights as files
+from l2lopt.differentiable import Differentiable, higher
 from l2lopt.errors import UserError, above_0, at_least_0, did_you_mean
 from l2lopt.flat_vectors import FlatVector, computes_in, names_of, vectors_of
 from l2lopt.optimisers import Optimiser
@@ -47,6 +48,10 @@ class LearnedOptimizer(torch.optim.Optimizer):
     is not finite, or the loss told is not finite or above `DIVERGED` times the first one told, all groups with a
     fallback take its updates for good ("fallen_back" in the group), and a warning is logged. To look costs a GPU a
     synchronisation a step.
+
+    Parameters that lie across processes (FSDP2's, see `sharding`) step where they lie, to what one process would give:
+    statistics are those of the whole tensors, and so are the loss and what the guard sees; `state[p]` is laid out as p
+    is. Under DDP all processes must tell the same loss.
 
     CUDA graphs are refused: the rules read the step count, and guards their findings, on the host.
 
@@ -87,6 +92,11 @@ class LearnedOptimizer(torch.optim.Optimizer):
         torchs = {"capturable": capturable, "differentiable": False}  # torch.optim adds the second on loading
         self._forget()
         super().__init__(params, options | rules | place | {"state_dtype": state_dtype} | torchs)
+
+    @property
+    def rules(self) -> Mapping[str, Optimiser]:
+        """The rules in use, copies with a constant φ, by the hashes that stand in the groups."""
+        return self._rules
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_rules": self._rules}  # torch.optim leaves a subclass's own out of copies
@@ -141,9 +151,9 @@ class LearnedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 value = loss = closure()
         with torch.no_grad():
-            self._refuse(loss)
-            told = None if loss is None else torch.as_tensor(loss).detach()
-            if told is not None:
+            self._refuse()
+            told = self._told(loss)
+            if loss is not None and told is not None:
                 self._watch(told)
             for index, group in enumerate(self.param_groups):
                 for vector in vectors_of(group, self.state, self._flat.setdefault(index, {})):
@@ -187,15 +197,24 @@ class LearnedOptimizer(torch.optim.Optimizer):
         self._flat: dict[int, dict[int, FlatVector]] = {}
         self._fast: dict[tuple[str, torch.dtype, torch.device], Optimiser] = {}
 
-    def _refuse(self, loss: Tensor | float | None) -> None:
-        """Raises what a step would raise, before anything moves."""
+    def _refuse(self) -> None:
+        """Raises what gradients would raise, before anything moves."""
         for group in self.param_groups:
             for name, param in zip(names_of(group), group["params"], strict=True):
                 _check_gradient(name, param)
-            rule = self._rules[group["weights"]]
-            if loss is None and any(isinstance(part, Loss) for part in rule.modules()):
+
+    def _told(self, loss: Tensor | float | None) -> Tensor | None:
+        """The loss of these gradients for those who look at it: of sharded parameters, the mean over the processes."""
+        looking = [group for group in self.param_groups if _looks_at_the_loss(self._rules[group["weights"]])]
+        if loss is None:
+            if any(group["lr"] != 0 for group in looking):  # at 0, distributed checkpoints have the first state made
                 expected, remedy = "the loss of this step", "call step(loss=…) or step(closure)"
                 raise UserError("input 'loss'", expected=expected, found="none", remedy=remedy)
+            return torch.zeros(()) if looking else None
+        told = torch.as_tensor(loss).detach()
+        if not looking and all(group["fallback"] is None for group in self.param_groups):
+            return told
+        return sharding.mean(told, chain.from_iterable(group["params"] for group in self.param_groups))
 
     def _move(self, vector: FlatVector, group: dict[str, Any], loss: Tensor | None) -> None:
         """One step of a flat vector."""
@@ -208,7 +227,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
             sound = grads.where(grads.square().isfinite(), 0.0)
             rule = self._rule(group["fallback"], vector)
             spare = vector.advance(rule, "fallback.", grads.dtype, sound, theta, loss)
-            if not group["fallen_back"] and not update.isfinite().all():
+            if not group["fallen_back"] and vector.anywhere(~update.isfinite().all()):
                 self._fall_back("an update of the learned rule is not finite")
             if group["fallen_back"]:
                 update = spare
@@ -242,8 +261,14 @@ class LearnedOptimizer(torch.optim.Optimizer):
         return self._fast[mark, dtype, device]
 
 
+higher.register_optim(LearnedOptimizer, Differentiable)
+
+
 def _check(group: Mapping[str, Any]) -> None:
     """Refuses options out of their range."""
+    if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
+        found, remedy = str(list(group["lr"].shape)), "make a group for each rate"
+        raise UserError("LearnedOptimizer: lr", expected="one number", found=found, remedy=remedy)
     at_least_0("LearnedOptimizer", lr=group["lr"], weight_decay=group["weight_decay"])
     if group["max_update"] is not None:
         above_0("LearnedOptimizer", max_update=group["max_update"])
@@ -253,6 +278,10 @@ def _check(group: Mapping[str, Any]) -> None:
     if group["capturable"]:
         remedy = "capture the model alone: the rules read the step count on the host"
         raise UserError("LearnedOptimizer: capturable", expected="False", found="True", remedy=remedy)
+
+
+def _looks_at_the_loss(rule: Optimiser) -> bool:
+    return any(isinstance(part, Loss) for part in rule.modules())
 
 
 def _check_gradient(name: str, param: Tensor) -> None:

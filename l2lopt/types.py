@@ -20,6 +20,18 @@ Batch: TypeAlias = Any
 """A pytree of tensors: the data and every random number that one evaluation of the loss uses."""
 
 
+class Shards(NamedTuple):
+    """What is known of the whole tensors where the coordinates are only this process's part of each.
+
+    Attributes:
+        sizes: coordinates of each whole tensor.
+        total: sums [*batch, tensors] over the coordinates here → the sums over the whole tensors.
+    """
+
+    sizes: tuple[int, ...]
+    total: Callable[[Tensor], Tensor]
+
+
 @dataclass(frozen=True)
 class Layout:
     """Where each named tensor lies in the flat vector of n coordinates.
@@ -30,6 +42,7 @@ class Layout:
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
+    shards: Shards | None = None
     fan_ins: tuple[int, ...] = ()
     """Numbers that each of a tensor's outputs is made of: the product of all axes but the first. A vector or scalar (a
     bias, a norm's gain) takes that of the last matrix before it, or its own size where there is none. Worked out from
@@ -77,7 +90,14 @@ class Layout:
 
     def part(self, first: int, end: int) -> "Layout":
         """The layout of tensors `first` … `end` − 1 alone."""
-        return Layout(self.names[first:end], self.shapes[first:end], self.fan_ins[first:end])
+        shards = None if self.shards is None else Shards(self.shards.sizes[first:end], self.shards.total)
+        return Layout(self.names[first:end], self.shapes[first:end], shards, self.fan_ins[first:end])
+
+    def means(self, sums: Tensor) -> Tensor:
+        """Sums over each tensor's coordinates here, [*batch, tensors], to means over the whole tensors."""
+        sizes = self.sizes if self.shards is None else self.shards.sizes
+        sums = sums if self.shards is None else self.shards.total(sums)
+        return sums / torch.tensor(sizes, dtype=sums.dtype, device=sums.device).clamp(min=1)
 
     def between(self, low: int, high: int) -> "Layout":
         """The layout of coordinates `low` … `high` − 1: all names, with the sizes of what lies between."""
@@ -85,7 +105,7 @@ class Layout:
         for size in self.sizes:
             sizes.append((max(0, min(high, first + size) - max(low, first)),))
             first += size
-        return Layout(self.names, tuple(sizes), self.fan_ins)
+        return Layout(self.names, tuple(sizes), fan_ins=self.fan_ins)
 
 
 pytree.register_pytree_node(Layout, lambda layout: ([], layout), lambda _, layout: layout)

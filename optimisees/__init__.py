@@ -11,12 +11,14 @@ from optimisees.language_model import LanguageModel
 from optimisees.mlp import mlp
 from optimisees.module import ModuleOptimisee
 from optimisees.quadratic import Quadratic
+from optimisees.resnet import resnet
 
 OPTIMISEES: Mapping[str, Callable[..., Optimisee]] = {
     "quadratic": Quadratic,
     "mlp": mlp,
     "convnet": convnet,
     "language-model": LanguageModel,
+    "resnet": resnet,
 }
 
 
@@ -37,4 +39,5 @@ __all__ = [
     "digits",
     "make",
     "mlp",
+    "resnet",
 ]

@@ -1,11 +1,14 @@
 """Data sets in memory."""
 
+import os
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor
 
+from l2lopt.errors import UserError
 from l2lopt.types import generator
 
 
@@ -24,3 +27,21 @@ def digits(dtype: torch.dtype = torch.float32) -> InMemory:
     order = torch.randperm(len(images), generator=generator("digits", "split"))
     inputs, targets = torch.as_tensor(images, dtype=dtype)[order] / 16, torch.as_tensor(labels)[order].long()
     return InMemory(inputs[:1300], targets[:1300], inputs[1300:], targets[1300:])
+
+
+def data_root(data: str | None = None) -> Path:
+    """The folder that data sets lie in: `data`, or what the environment variable L2LOPT_DATA says.
+
+    Raises:
+        UserError: where neither names a folder.
+    """
+    named = data or os.environ.get("L2LOPT_DATA")
+    if named and Path(named).expanduser().is_dir():
+        return Path(named).expanduser()
+    found, remedy = (f"{named}, which is no folder" if named else "none"), "set L2LOPT_DATA or pass --data"
+    raise UserError("data", expected="the folder of the data sets", found=found, remedy=remedy)
+
+
+def damaged(path: Path, found: str, remedy: str) -> UserError:
+    """The error that names a file which cannot be read whole."""
+    return UserError(str(path), expected="a whole file", found=f"damage ({found})", remedy=remedy)

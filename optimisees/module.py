@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from l2lopt.errors import UserError
+from l2lopt.errors import UserError, above_0
 from l2lopt.optimisee import Optimisee, Split
 from l2lopt.types import Aux, Batch, ModuleParts, Params, generator, seed_of, seeded
 from optimisees.datasets import InMemory
@@ -34,6 +34,8 @@ class ModuleOptimisee(Optimisee):
         device: where data and parameters live.
         evaluation_size: samples evaluated at once.
         metrics: name → (outputs, targets) → mean over samples, in test mode.
+        augment: (inputs, generator) → inputs, of training batches; None leaves them as they are.
+        evaluation_samples: how many samples of a split `whole` gives, of `train` and `test` always the same; None: all.
     """
 
     def __init__(
@@ -46,6 +48,8 @@ class ModuleOptimisee(Optimisee):
         device: str | torch.device = "cpu",
         evaluation_size: int = 2000,
         metrics: Mapping[str, Callable[[Tensor, Tensor], Tensor]] | None = None,
+        augment: Callable[[Tensor, torch.Generator], Tensor] | None = None,
+        evaluation_samples: int | None = None,
     ) -> None:
         if not 0 <= heldout < 1:
             raise UserError("heldout", expected="a share in [0, 1)", found=str(heldout), remedy="change the value")
@@ -53,6 +57,12 @@ class ModuleOptimisee(Optimisee):
         self.measures = dict(metrics or {})
         self.data = InMemory(*(part.to(self.device) for part in data))
         self.batch_size, self.heldout, self.evaluation_size = batch_size, heldout, evaluation_size
+        self.augment, self.evaluation_samples = augment, evaluation_samples
+        for name, value in (
+            ("evaluation_size", evaluation_size),
+            ("evaluation_samples", 1 if evaluation_samples is None else evaluation_samples),
+        ):
+            above_0("optimisee", **{name: value})
         samples = len(data.train_inputs)
         if not 1 <= batch_size <= samples:
             expected = f"from 1 to the {samples} training samples"
@@ -60,8 +70,9 @@ class ModuleOptimisee(Optimisee):
         module = _with_given_masks(self._fresh(0))
         self._training = copy.deepcopy(module).train()
         self._testing = copy.deepcopy(module).eval()
+        self._like = next((p.detach() for p in module.parameters()), self.data.train_inputs)  # its dtype is the model's
         self._masks = self._try()
-        self._whole = {split: self._cut(split) for split in ("train", "test")}
+        self._whole = {split: self._cut(split, self._members(split, 0)) for split in ("train", "test")}
 
     def init(self, seed: int) -> tuple[Params, Aux]:
         """The factory's parameters and buffers under `seed`."""
@@ -76,12 +87,14 @@ class ModuleOptimisee(Optimisee):
         epoch, place = divmod(step, len(chosen) // size)
         order = _permutation(len(chosen), seed_of("order", split, seed, epoch))
         index = chosen[order[place * size : (place + 1) * size]].to(self.device)
-        inputs, targets = self._samples(split)
+        inputs, targets = (part[index] for part in self._samples(split))
+        if self.augment and split in ("train", "inner"):
+            inputs = self.augment(inputs, generator("augment", split, seed, step))
         masks = {}
         for name, (p, shape) in self._masks.items():
             kept = torch.bernoulli(torch.full((size, *shape), 1 - p), generator=generator(name, split, seed, step))
-            masks[name] = kept.to(inputs) / max(1 - p, 1e-12)  # with p = 1 nothing is kept
-        return {"inputs": inputs[index], "targets": targets[index], "masks": masks}
+            masks[name] = kept.to(self._like) / max(1 - p, 1e-12)  # with p = 1 nothing is kept
+        return {"inputs": inputs, "targets": targets, "masks": masks}
 
     def epoch(self, split: Split, seed: int, number: int) -> int:
         """Passes of full batches."""
@@ -106,7 +119,7 @@ class ModuleOptimisee(Optimisee):
         return {name: measure(outputs, batch["targets"]) for name, measure in self.measures.items()}
 
     def whole(self, split: Split, seed: int) -> Iterator[tuple[Batch, int]]:
-        """All samples of the split, `evaluation_size` at a time."""
+        """The samples of the split, or `evaluation_samples` of them, `evaluation_size` at a time."""
         yield from self._whole[split] if split in self._whole else self._cut(split, self._members(split, seed))
 
     def parts(self) -> ModuleParts:
@@ -142,9 +155,12 @@ class ModuleOptimisee(Optimisee):
             raise UserError("heldout", expected="samples held out", found="none", remedy=remedy)
         return members
 
-    def _cut(self, split: Split, members: Tensor | None = None) -> list[tuple[Batch, int]]:
+    def _cut(self, split: Split, members: Tensor) -> list[tuple[Batch, int]]:
         inputs, targets = self._samples(split)
-        if members is not None:
+        few = self.evaluation_samples
+        if few is not None and few < len(members):
+            members = members[_permutation(len(members), seed_of("evaluation samples", split))[:few]]
+        if len(members) < len(inputs):
             inputs, targets = inputs[members.to(self.device)], targets[members.to(self.device)]
         pieces = zip(inputs.split(self.evaluation_size), targets.split(self.evaluation_size), strict=True)
         return [({"inputs": x, "targets": y}, len(x)) for x, y in pieces]

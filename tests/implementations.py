@@ -3,20 +3,24 @@
 A label starts with the implementation's registered name, so that a test can ask for the ones that are missing.
 """
 
+import atexit
+import shutil
 import tempfile
-from functools import partial
+from functools import cache, partial
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from l2lopt import cells, optimisers, unrolls
 from l2lopt.optimisee import batch_rows, flat_loss, init_rows
 from l2lopt.optimisers import inputs, rules
 from l2lopt.types import Carry, Layout, Step, Target
-from optimisees import InMemory, LanguageModel, ModuleOptimisee, Quadratic, convnet, mlp
+from optimisees import InMemory, LanguageModel, ModuleOptimisee, Quadratic, convnet, mlp, resnet
 from optimisees.text import EOS, Corpus, Vocabulary
 
 
@@ -205,9 +209,36 @@ def linear(*args: Any, **options: Any) -> Any:
     return partial(nn.Linear, *args, **options)
 
 
+@cache
+def pictures() -> str:
+    """A folder of 24 + 9 images of 8×8 in three classes, which stays while the tests run."""
+    home = Path(tempfile.mkdtemp(prefix="l2lopt-pictures-"))
+    atexit.register(shutil.rmtree, home, ignore_errors=True)
+    return str(write_pictures(home / "pictures", train=8, test=3))
+
+
+def write_pictures(folder: Path, size: tuple[int, int] = (8, 8), **counts: int) -> Path:
+    """`counts` images of each of three classes as PNG in every split, of random colours."""
+    colours = torch.Generator().manual_seed(0)
+    for split, count in counts.items():
+        for label in ("ant", "bee", "cat"):
+            (folder / split / label).mkdir(parents=True)
+            for number in range(count):
+                pixels = torch.randint(256, (*size[::-1], 3), generator=colours, dtype=torch.uint8)
+                Image.fromarray(pixels.numpy()).save(folder / split / label / f"{number}.png")
+    return folder
+
+
+def small_resnet(**options: Any) -> ModuleOptimisee:
+    """Two stages of one block on the pictures."""
+    options = {"dtype": "float64", "batch_size": 5, "heldout": 0.3, "evaluation_size": 8} | options
+    return resnet((1, 1), 2, pictures(), **options)
+
+
 SAMPLED = {
     "mlp": partial(mlp, (4,), batch_size=300, dtype="float64"),
     "convnet": partial(convnet, (2, 3), 4, batch_size=300, dtype="float64"),
+    "resnet": small_resnet,
     "module with batch norm": partial(
         module_optimisee, nn.Flatten, linear(18, 4, bias=False), partial(nn.BatchNorm1d, 4), nn.Tanh, linear(4, 3)
     ),
@@ -225,7 +256,12 @@ TEXTS = Corpus(
 LANGUAGE_MODELS = {
     "language-model": partial(LanguageModel, TEXTS, "irc-gru", 3, 4, 2, batch_size=3, window=6, dtype="float64"),
 }
-OPTIMISEES = {"quadratic": partial(Quadratic, 4, "float64"), **SAMPLED, **LANGUAGE_MODELS}
+OPTIMISEES = {
+    "quadratic": partial(Quadratic, 4, "float64"),
+    "resnet on changed images": partial(small_resnet, channels_last=True, crop_and_flip=True, evaluation_samples=6),
+    **SAMPLED,
+    **LANGUAGE_MODELS,
+}
 
 
 class Problem(NamedTuple):

@@ -85,6 +85,16 @@ def test_damaged_weights_end_in_one_line(tmp_path, monkeypatch, capsys):
     assert "expected a whole safetensors file" in err
 
 
+def test_the_folder_of_the_data_sets(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("L2LOPT_DATA", "elsewhere")
+    config = tmp_path / "c.toml"
+    config.write_text('optimisee = { name = "resnet", dataset = "mnist" }\noptimiser = "adam"\n')
+    code, _, err = called(monkeypatch, capsys, "train", config, "--run", tmp_path / "run", "--data", tmp_path)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "train-images-idx3-ubyte" in err
+    assert f"in {tmp_path}/MNIST/raw" in err
+
+
 def test_the_program_starts_by_itself(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "l2lopt", "plot", "nowhere"], cwd=tmp_path, capture_output=True, text=True

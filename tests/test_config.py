@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from l2lopt import config as configs
+from l2lopt import optimisers, tables, unrolls
 from l2lopt.config import Config, TrainConfig
 from l2lopt.errors import UserError
 
@@ -153,3 +154,15 @@ def test_any_change_is_made_or_refused(text):
     else:
         told = changed.name
     assert "\n" not in told
+
+
+@pytest.mark.parametrize("path", sorted(configs.shipped("").glob("*.toml")), ids=lambda path: path.stem)
+def test_every_shipped_config_is_sound(path):
+    """As far as it can be told without its data."""
+    kind = TrainConfig if "train" in path.stem else Config
+    config = configs.load(path, kind=kind)
+    assert configs.load(tomllib.loads(configs.dump(config)), kind=kind) == config
+    if kind is Config:
+        optimisers.build(config.optimiser, optimisers.LEARNED)
+        tables.build(unrolls.UNROLLS, "unroll", config.unroll.estimator)
+        assert config.evaluation.checked_horizons()

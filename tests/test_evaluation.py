@@ -163,6 +163,27 @@ def test_a_horizon_beyond_the_run_is_refused(quadratic):
         evaluation.evaluate({}, quadratic, settings(horizons=[100]))
 
 
+def test_a_run_without_numbers_is_not_gone_on_with(quadratic, monkeypatch):
+    steps, plain = [], quadratic.loss
+    monkeypatch.setattr(quadratic, "loss", lambda *args: steps.append(1) or plain(*args))
+    run = run_free(SGD(torch.tensor([1e100, 1e-3], dtype=torch.float64)), quadratic, [3, 4], [0, 5, 40])
+    assert len(steps) == 40  # the other row is a number still
+    assert run.losses["train"].isnan().tolist() == [[False, False], [True, False], [True, False]]
+    alone = run_free(SGD(1e100), quadratic, [3], [0, 5, 40])
+    assert len(steps) < 40 + 10
+    assert alone.losses["train"].isnan().tolist() == [[False], [True], [True]]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_groups_of_rows_change_nothing(quadratic, rows):
+    """A group is a run by itself: single rows take the plain pass, and rates go with their rows."""
+    whole = evaluation.evaluate({"mine": SGD(0.01)}, quadratic, settings())
+    parts = evaluation.evaluate({"mine": SGD(0.01)}, quadratic, settings(rows=rows))
+    assert parts.chosen == whole.chosen
+    assert [row[:5] for row in parts.rows] == [row[:5] for row in whole.rows]
+    assert [row.loss for row in parts.rows] == pytest.approx([row.loss for row in whole.rows], rel=1e-12)
+
+
 def test_two_optimisers_of_one_name_are_refused(quadratic):
     with pytest.raises(UserError, match="a name for each"):
         evaluation.evaluate({"sgd": SGD(0.1)}, quadratic, settings())

@@ -13,7 +13,8 @@ from l2lopt import evaluation, studies
 from l2lopt.errors import UserError
 from l2lopt.plotting import read
 
-from test_cli import called  # isort: skip
+from implementations import pictures  # isort: skip
+from test_cli import called, sets  # isort: skip
 
 ROOT = Path(__file__).parents[1]
 CONFIG = {
@@ -202,6 +203,82 @@ def test_a_mistake_can_come_from_another_process():
     mistake = UserError("here", expected="this", found="that", remedy="mend it")
     again = pickle.loads(pickle.dumps(mistake))
     assert (str(again), again.where, again.remedy) == (str(mistake), "here", "mend it")
+
+
+def test_a_study_stopped_within_a_piece_loses_one_group(made, tmp_path, monkeypatch):
+    """Rows of one: every run is kept by itself until its piece is whole, a diverged one included."""
+    rates = [{"optimiser": "sgd", "rates": [0.1, 1e30]}]
+    config = {**CONFIG, "evaluation": {**CONFIG["evaluation"], "rows": 1, "baselines": rates}}
+    study = {**STUDY, "meta_seeds": [0], "optimisers": STUDY["optimisers"][:1]}
+    whole = studies.reproduce(written(tmp_path / "whole", study, config), tmp_path / "whole" / "run")
+    plain, calls = evaluation.run_free, []
+
+    def stopping(*args, **options):
+        calls.append(args)
+        if len(calls) == moment:
+            raise KeyboardInterrupt
+        return plain(*args, **options)
+
+    source = written(tmp_path, study, config)
+    monkeypatch.setattr(studies, "_forecast", lambda *args: None)  # it takes some steps of its own
+    monkeypatch.setattr(evaluation, "run_free", stopping)
+    for moment in (
+        2 + 2,
+        2 + 2,
+        0,
+    ):  # after two validations the second network; after two more the second rate's tuning
+        calls.clear()
+        if moment:
+            with pytest.raises(KeyboardInterrupt):
+                studies.reproduce(source, tmp_path / "run")
+    studies.reproduce(source, tmp_path / "run")
+    assert len(calls) == 1 + 3  # that rate, and the three networks
+    assert table(tmp_path / "run") == table(whole[1].parent)
+    assert not list((tmp_path / "run").rglob("free-run/*"))
+    assert not (tmp_path / "run" / "small-mlp" / "sgd").exists()
+
+
+def test_the_time_it_will_take_is_said_first(made, tmp_path, caplog):
+    caplog.set_level("INFO", "l2lopt")
+    source = written(tmp_path)
+    studies.reproduce(source, tmp_path / "run")
+    said = [record.getMessage() for record in caplog.records if "pieces to make" in record.getMessage()]
+    assert len(said) == 1
+    assert re.match(r"6 of 6 pieces to make, about .* in all: meta-training .*, free runs .*, baselines .*", said[0])
+    (tmp_path / "run" / "small-mlp" / "adam.json").unlink()
+    studies.reproduce(source, tmp_path / "run")
+    assert "1 of 6 pieces to make" in caplog.text
+    studies.reproduce(source, tmp_path / "run")
+    assert caplog.text.count("to make") == 2
+
+
+TINY = [
+    "optimisee.blocks=[1, 1]",
+    "optimisee.width=2",
+    "optimisee.batch_size=4",
+    "optimisee.evaluation_samples=8",
+    "threads=1",
+    "unroll.length=3",
+    "meta.updates=2",
+    "validation.horizons=[2]",
+    "evaluation.seeds=2",
+    "evaluation.steps=3",
+    "evaluation.horizons=[3]",
+]
+
+
+@pytest.mark.parametrize("name", ["fig3-width16", pytest.param("fig3", marks=pytest.mark.slow)])
+def test_the_papers_figure_by_name(name, tmp_path, monkeypatch, capsys):
+    """On other images and a smaller network, from another folder than the library's."""
+    monkeypatch.chdir(tmp_path)
+    changes = [*TINY, f"optimisee.dataset='{pictures()}'"]
+    code, out, err = called(monkeypatch, capsys, "reproduce", name, *sets(changes))
+    assert (code, err) == (0, "")
+    assert out.index("pieces to make") < out.index("meta-train")
+    lines = (tmp_path / "runs" / name / "table.md").read_text().splitlines()
+    names = [line.split("|")[1].strip() for line in lines[2:]]
+    assert names == ["LSTM", "IHC-LSTM", "sgd", "momentum", "adam"]
+    assert list((tmp_path / "runs" / name).rglob("loss-curves.png"))
 
 
 @pytest.mark.parametrize("name", ["digits-mlp", "digits-convnet"])

@@ -422,6 +422,7 @@ def test_groups_have_rules_of_their_own(lr, tmp_path):
     ("options", "message"),
     [
         ({"lr": -1.0}, r"LearnedOptimizer: lr: expected at least 0"),
+        ({"lr": torch.tensor([0.1, 0.1])}, r"LearnedOptimizer: lr: expected one number, found \[2\]"),
         ({"weight_decay": -1.0}, r"weight_decay: expected at least 0"),
         ({"max_update": 0.0}, r"max_update: expected above 0"),
         ({"state_dtype": "float61"}, r"state_dtype: expected a known name, found 'float61'; did you mean"),
@@ -438,6 +439,76 @@ def test_a_mistaken_option_is_refused_for_all_and_for_a_group(options, message):
         LearnedOptimizer([param], **(rule | options))
     with pytest.raises(UserError, match=message):
         LearnedOptimizer([{"params": [param], **options}], **rule)
+
+
+# What torch.optim refuses, and what it leaves alone
+
+ONE, TWO = torch.nn.Parameter(torch.ones(1, 1)), torch.nn.Parameter(torch.ones(1, 1))
+MISTAKES = {
+    "a bare tensor": (ONE, TypeError, "should be an iterable of Tensors or dicts"),
+    "no parameters": ([], ValueError, "empty parameter list"),
+    "one twice in a group": ([ONE, ONE], UserWarning, "a parameter group with duplicate parameters"),
+    "a set": ({ONE, TWO}, FutureWarning, "need to be organized in ordered collections"),
+    "one in two groups": ([{"params": ONE}, {"params": ONE}], ValueError, "appear in more than one parameter group"),
+    "some names": ([("one", ONE), TWO], ValueError, "Some param names are missing"),
+    "names in a later group": (
+        [{"params": [ONE]}, {"params": [("two", TWO)]}],
+        ValueError,
+        "cannot add param group with names to the optimizer",
+    ),
+    "a tensor that is no leaf": ([2 * ONE], ValueError, "can't optimize a non-leaf Tensor"),
+}
+"""Label → (parameters, what torch.optim raises, its message): what all of torch's classes are tested on."""
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistaken_parameters_are_refused_as_torch_does(mistake):
+    params, error, message = MISTAKES[mistake]
+    for kind in (torch.optim.SGD, LearnedOptimizer):
+        with pytest.raises(error, match=message):
+            kind(params, optimisers.SGD(0.1)) if kind is LearnedOptimizer else kind(params, lr=0.1)
+
+
+def test_a_step_without_any_gradient_does_nothing():
+    params = start()
+    optimizer = LearnedOptimizer(params.values(), LSTM(), weight_decay=0.1, fallback="adam")
+    optimizer.step()
+    laws.assert_same(
+        {name: value.detach() for name, value in params.items()}, {n: v.detach() for n, v in start().items()}
+    )
+    assert optimizer.state_dict()["state"] == {}
+
+
+def test_a_copy_has_all_public_attributes():
+    optimizer = LearnedOptimizer(start().values(), LSTM())
+    public = {name for name in vars(optimizer) if not name.startswith("_")}
+    assert {name for name in vars(deepcopy(optimizer)) if not name.startswith("_")} == public
+
+
+@pytest.mark.parametrize("rule", [partial(optimisers.adam, 0.01), LSTM], ids=["adam", "the recipe"])
+@pytest.mark.parametrize("contiguous", [True, False])
+@pytest.mark.parametrize("schedulers", [(), ("StepLR",), ("StepLR", "ReduceLROnPlateau")], ids=str)
+def test_it_goes_downhill(rule, contiguous, schedulers):
+    """A weight and a bias of one layer, by closure, with one or more schedulers; the recipe begins near Adam's way."""
+    weight = torch.nn.Parameter(normal(10, 5, 2).float()[..., 0])
+    weight = torch.nn.Parameter(weight.detach().contiguous()) if contiguous else weight
+    bias, x = torch.nn.Parameter(normal(10, seed=1).float()), normal(5, seed=2).float()
+    assert weight.is_contiguous() == contiguous
+    optimizer = LearnedOptimizer([weight, bias], rule())
+    on_top = [scheduled(each, optimizer) for each in schedulers]
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (weight.mv(x) + bias).square().sum()
+        loss.backward()
+        return loss
+
+    first = closure().item()
+    for _ in range(20):
+        loss = optimizer.step(closure).item()
+        for scheduler in on_top:
+            scheduler.step(loss) if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else scheduler.step()
+    assert closure().item() < first
 
 
 # Schedulers, scalers, hooks, compiled models
@@ -651,6 +722,18 @@ def test_a_state_by_names_goes_on_as_distributed_checkpoints_have_it():
     by_names.set_optimizer_state_dict(other, another, by_names.get_optimizer_state_dict(model, optimizer))
     expected = descend(dict(model.named_parameters()), optimizer, range(3, 6))
     laws.assert_same(descend(dict(other.named_parameters()), another, range(3, 6)), expected)
+
+
+def test_a_first_state_is_made_without_a_loss():
+    """Distributed checkpoints have it made by a step at a rate of 0; nothing else has happened then."""
+    by_names = pytest.importorskip("torch.distributed.checkpoint.state_dict")
+    model = torch.nn.Linear(3, 4)
+    before = laws.clone(dict(model.state_dict()))
+    rule = LSTM(inputs=["log-and-sign", "rnnprop", "loss"])
+    optimizer = LearnedOptimizer(model.parameters(), rule, fallback="adam", weight_decay=0.1)
+    assert set(by_names.get_optimizer_state_dict(model, optimizer)["state"]) == {"weight", "bias"}
+    laws.assert_same(dict(model.state_dict()), before)
+    assert optimizer.param_groups[0]["first_loss"] is None
 
 
 def test_it_goes_when_nobody_holds_it():

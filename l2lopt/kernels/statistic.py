@@ -34,10 +34,9 @@ class RootMeanSquare:
         sums = [0.0] * len(self._segments.ends)
         for index, value in squares:
             sums[index] += value
-        sizes = torch.tensor(self._layout.sizes, dtype=torch.float64).clamp(min=1)
-        means = torch.tensor(sums, dtype=torch.float64).view(*self._batch, len(sizes)) / sizes
+        squares = torch.tensor(sums, dtype=torch.float64).view(*self._batch, len(self._layout.sizes))
         factors = torch.tensor(self._fan_ins, dtype=torch.float64)
-        return ((means + EPS**2) * factors).sqrt().to(like.dtype)
+        return ((self._layout.means(squares) + EPS**2) * factors).sqrt().to(like.dtype)
 
     def divide(self, start: int, directions: Tensor, factors: list[float]) -> None:
         """S·d / RMS in the place of d, `factors` the S / RMS per segment."""

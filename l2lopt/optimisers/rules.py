@@ -178,8 +178,8 @@ def root_mean_square(values: Tensor, layout: Layout, by_fan_in: bool = False) ->
 
     With `by_fan_in` it is multiplied by the root of the tensor's fan-in.
     """
-    squares = [part.square().sum(-1) / max(part.shape[-1], 1) for part in layout.split(values)]
-    found = (torch.stack(squares, dim=-1) + EPS**2).sqrt()
+    squares = torch.stack([part.square().sum(-1) for part in layout.split(values)], dim=-1)
+    found = (layout.means(squares) + EPS**2).sqrt()
     return found * found.new_tensor(layout.fan_ins).sqrt() if by_fan_in else found
 
 

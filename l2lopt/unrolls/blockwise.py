@@ -353,7 +353,7 @@ def stratified(layout: Layout, share: float, source: torch.Generator) -> tuple[T
     return (
         torch.cat([empty.long(), *places]),
         torch.cat([empty.double(), *weights]),
-        Layout(layout.names, tuple(counts), layout.fan_ins),
+        Layout(layout.names, tuple(counts), fan_ins=layout.fan_ins),
     )
 
 

@@ -60,7 +60,7 @@ class Higher(Unroll):
 def _patched(loss: ModuleLoss) -> Loss:
     """The same loss, computed by a functional copy of the module; for single runs."""
     # With track_higher_grads the copy would keep the weights of every call; what is on the tape does not depend on it.
-    functional = _monkeypatch()(loss.module, track_higher_grads=False)
+    functional = library().monkeypatch(loss.module, track_higher_grads=False)
     names = [name for name, _ in loss.module.named_parameters()]
     first = {buffer: name for name, buffer in loss.module.named_buffers()}
     places = []  # a layer that stands at two places is two layers in the copy, with one tensor for both
@@ -80,10 +80,10 @@ def _patched(loss: ModuleLoss) -> Loss:
     return patched
 
 
-def _monkeypatch() -> Any:
-    """`higher.monkeypatch`, imported when it is first needed and without the warnings of its compilation."""
+def library() -> Any:
+    """The library, imported when it is first needed and without the warnings of its compilation."""
     with warnings.catch_warnings():
         for message, module in _WARNINGS:
             warnings.filterwarnings("ignore", message, module=module)
-        from higher import monkeypatch
-    return monkeypatch
+        import higher
+    return higher

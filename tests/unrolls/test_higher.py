@@ -201,7 +201,7 @@ from l2lopt.unrolls import higher
 assert "higher" not in sys.modules
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    higher._monkeypatch()
+    higher.library()
 assert "higher" in sys.modules and not caught, [str(w.message) for w in caught]
 """
     options = ["-B", "-X", "pycache_prefix=/nonexistent"]
