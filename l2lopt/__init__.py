@@ -1,7 +1,7 @@
 """Neural networks that learn to be optimisers: meta-train them, compare them, use them.
 
-`meta_train`, `evaluate`, `train`, `reproduce`, `plot` and `demo` do what the command line does; `save` and `load` keep
-learned optimisers, `list_weights` names those that come with the package, `push` and `pull` share them, and
+`meta_train`, `evaluate`, `train`, `sample`, `reproduce`, `plot` and `demo` do what the command line does; `save` and
+`load` keep learned optimisers, `list_weights` names those that come with the package, `push` and `pull` share them, and
 `LearnedOptimizer` puts one into any training loop.
 """
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from l2lopt.errors import UserError
-    from l2lopt.experiments import demo, evaluate, meta_train, plot, publish, train
+    from l2lopt.experiments import demo, evaluate, meta_train, plot, publish, sample, train
     from l2lopt.hub import pull, push
     from l2lopt.studies import reproduce
     from l2lopt.torch_optim import LearnedOptimizer
@@ -28,6 +28,7 @@ _HOME = {
     "pull": "hub",
     "push": "hub",
     "reproduce": "studies",
+    "sample": "experiments",
     "save": "weights",
     "train": "experiments",
 }
@@ -55,6 +56,7 @@ __all__ = [
     "pull",
     "push",
     "reproduce",
+    "sample",
     "save",
     "train",
 ]

@@ -134,6 +134,21 @@ def train(
 
 
 @app.command()
+def sample(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a trained language model.")],
+    prompt: Annotated[str, typer.Option("--prompt", help="What the text begins with.")] = "",
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Words, or characters, that follow.")] = 100,
+    temperature: Annotated[float, typer.Option("--temperature", help="Above 1 bolder, 0: always the likeliest.")] = 1.0,
+    seed: Annotated[int, typer.Option("--seed", help="Of the draws.")] = 0,
+) -> None:
+    """Go on with a text by a trained language model."""
+    from l2lopt import experiments
+
+    text = experiments.sample(run, prompt, tokens=tokens, temperature=temperature, seed=seed)
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
 def plot(runs: Runs) -> None:
     """Draw the loss curves of evaluated runs, and the training curves of trained ones."""
     from l2lopt import experiments

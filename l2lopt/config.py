@@ -201,6 +201,9 @@ def build_training(config: TrainConfig) -> Training:
     seed = seed_of("train", config.seed)
     for split in config.train.splits:
         next(iter(optimisee.whole(split, seed)))  # refused if it has no samples
+    optimisee.batch(config.train.splits[0], seed, 0)  # or too few
+    if config.train.epochs:
+        optimisee.epoch(config.train.splits[0], seed, config.train.epochs)
     params, _ = optimisee.init(seed)
     try:
         factory(list(params.items()))

@@ -3,6 +3,7 @@
 import csv
 import hashlib
 import json
+import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from l2lopt import config as configs
-from l2lopt import distributed, evaluation, kernels, meta_training, plotting, store, training, weights
+from l2lopt import distributed, evaluation, kernels, meta_training, plotting, store, tables, training, weights
 from l2lopt.checkpoint import CheckpointFile
 from l2lopt.config import Config, TrainConfig
 from l2lopt.errors import UserError
@@ -20,6 +21,8 @@ from l2lopt.tables import Choice
 from l2lopt.threads import cpu_threads
 from l2lopt.training import Trained
 from l2lopt.types import Report, silent
+from optimisees.language_model import LanguageModel
+from optimisees.text import Corpus, Vocabulary
 
 _MADE = (
     "config.toml",
@@ -30,7 +33,9 @@ _MADE = (
     "evaluation.json",
     "model.safetensors",
     "result.json",
+    "vocabulary.json",
 )
+_log = logging.getLogger(__name__)
 
 
 def meta_train(
@@ -167,9 +172,14 @@ def train(
     settings = built.config
     folder = _claim(Path(run), overwrite, resume)
     work = settings.model_dump(mode="json", exclude={"label"}) | {"weights": _digest(settings.optimiser)}
+    if isinstance(built.optimisee, LanguageModel):
+        work |= {"corpus": built.optimisee.texts.digest()}
     checkpoint = CheckpointFile(folder / "checkpoint.safetensors", work)
     kept = checkpoint.load()
     write_text(folder / "config.toml", configs.dump(settings))
+    if isinstance(built.optimisee, LanguageModel):
+        write_json(folder / "vocabulary.json", built.optimisee.texts.vocabulary.facts())
+        _log.info(built.optimisee.counts().told())
     with closing(Records(folder, kept[0]["step"] if kept else -1)) as records, cpu_threads(settings.threads):
         result = training.train(
             built.optimisee,
@@ -189,6 +199,7 @@ def train(
         "steps": result.steps,
         "diverged": result.diverged,
         "metrics": result.metrics,
+        "watched": result.watched,
     }
     parts = {"params": result.params, "aux": result.aux}
     tensors = {f"{part}/{name}": value for part, named in parts.items() for name, value in named.items()}
@@ -196,6 +207,39 @@ def train(
     write_json(folder / "result.json", facts)
     plot(folder)
     return result
+
+
+def sample(run: str | Path, prompt: str = "", *, tokens: int = 100, temperature: float = 1.0, seed: int = 0) -> str:
+    """A text that goes on where the prompt stops, by the language model that `train` has left.
+
+    Args:
+        run: its folder.
+        prompt: read after a line's end; of words of the vocabulary, or of its characters.
+        tokens: how many follow.
+        temperature: above 1 bolder, below 1 safer, at 0 always the likeliest token.
+        seed: of the draws.
+
+    Raises:
+        UserError: for a folder without a language model's run, and a prompt with what is not in the vocabulary.
+    """
+    folder, remedy = Path(run), "give a folder in which l2lopt train has trained a language model to the end"
+    for name in ("config.toml", "vocabulary.json", "model.safetensors"):
+        existing(folder / name, "a trained language model", remedy)
+    path = folder / "vocabulary.json"
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        vocabulary = Vocabulary(tuple(facts["tokens"]), facts["unit"])
+    except (ValueError, KeyError, TypeError):
+        raise UserError(str(path), expected="a vocabulary", found="damage", remedy=remedy) from None
+    config = configs.load(folder / "config.toml", kind=TrainConfig)
+    choice = {"name": config.optimisee} if isinstance(config.optimisee, str) else config.optimisee
+    options = {**choice, "data": Corpus.without_texts(vocabulary)}
+    model: LanguageModel = tables.make({"language-model": LanguageModel}, "optimisee", options.pop("name"), **options)
+    _, tensors = store.read(folder / "model.safetensors", "l2lopt.model", "a model", remedy)
+    params = {name.removeprefix("params/"): value for name, value in tensors.items() if name.startswith("params/")}
+    given = vocabulary.prompt(prompt)
+    drawn = model.speak(params, given, tokens, temperature, seed)
+    return vocabulary.decode([*given.tolist(), *drawn])
 
 
 def plot(*runs: str | Path) -> list[Path]:

@@ -1,19 +1,37 @@
 """The contract of an optimisee: a model, a loss and its data, all pure functions."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.func import vmap
 from torch.utils import _pytree as pytree
 
+from l2lopt.errors import UserError
 from l2lopt.types import Aux, Batch, Layout, Loss, ModuleLoss, ModuleParts, Params, stack
 
 Split: TypeAlias = Literal["train", "inner", "heldout", "test"]
 """`train`: the training samples. `inner` and `heldout`: the same samples shared out anew by each seed, for
-meta-training on samples that the inner steps did not see. `test`: never trained on."""
+meta-training on samples that the inner steps did not see; where the data have a validation set of their own, the
+training samples and that set. `test`: never trained on."""
+
+
+class StepFacts(NamedTuple):
+    """What a training loop wants to know of a step.
+
+    Attributes:
+        rate: what the optimiser's rate is multiplied by: the batch's share of a full one, where batches differ in size.
+        samples: in the batch; 0 where nobody counts them.
+        unit: what they are called.
+        figures: what is worth recording of the step beside its loss.
+    """
+
+    rate: float = 1.0
+    samples: int = 0
+    unit: str = "samples"
+    figures: Mapping[str, float] = {}
 
 
 class Optimisee(ABC):
@@ -42,6 +60,23 @@ class Optimisee(ABC):
     def metrics(self, params: Params, aux: Aux, batch: Batch) -> dict[str, Tensor]:
         """What else is worth knowing in test mode, such as the accuracy, each a mean over samples; none by default."""
         return {}
+
+    def readings(self, loss: float) -> dict[str, float]:
+        """What the field reads off a mean test-mode loss, such as the perplexity; nothing by default."""
+        return {}
+
+    def step_facts(self, batch: Batch, aux: Aux) -> StepFacts:
+        """Of a training step on `batch` that left `aux`."""
+        return StepFacts()
+
+    def epoch(self, split: Split, seed: int, number: int) -> int:
+        """The step at which pass `number` = 0, 1, … over the split begins.
+
+        Raises:
+            UserError: if there are no such passes, as by default.
+        """
+        found, remedy = "one that has none", "give the number of steps"
+        raise UserError("epochs", expected="an optimisee with epochs", found=found, remedy=remedy)
 
     def parts(self) -> ModuleParts | None:
         """What `loss` is made of if it is a criterion on one module's outputs; None unless the optimisee says so."""
@@ -112,7 +147,7 @@ def evaluate_rows(
 
 
 def measure(optimisee: Optimisee, split: Split, seed: int, params: Params, aux: Aux) -> dict[str, float]:
-    """The test-mode loss ("loss") and the metrics of one run on the whole split, means over its samples."""
+    """The test-mode loss ("loss") and the metrics of one run on the whole split, means over samples, and readings."""
     totals: dict[str, float] = {}
     samples = 0
     with torch.no_grad():
@@ -120,4 +155,5 @@ def measure(optimisee: Optimisee, split: Split, seed: int, params: Params, aux: 
             found = {"loss": optimisee.evaluate(params, aux, batch), **optimisee.metrics(params, aux, batch)}
             totals |= {name: totals.get(name, 0.0) + count * float(value) for name, value in found.items()}
             samples += count
-    return {name: total / samples for name, total in totals.items()}
+    means = {name: total / samples for name, total in totals.items()}
+    return means | optimisee.readings(means["loss"])

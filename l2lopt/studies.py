@@ -6,9 +6,8 @@ import logging
 import shutil
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from functools import partial
 from importlib.metadata import version
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -18,11 +17,24 @@ from pydantic import Field, NonNegativeInt, ValidationError
 from torch import Tensor
 
 from l2lopt import config as configs
-from l2lopt import distributed, evaluation, experiments, forecast, kernels, optimisers, plotting, tables, weights
+from l2lopt import (
+    distributed,
+    evaluation,
+    experiments,
+    forecast,
+    kernels,
+    language_studies,
+    optimisers,
+    plotting,
+    tables,
+    weights,
+)
 from l2lopt.config import Config
 from l2lopt.errors import UserError
 from l2lopt.evaluation import SPLITS, Curves, Evaluation, FreeRun, Tuned
+from l2lopt.language_studies import LanguageStudy
 from l2lopt.optimisers import Optimiser
+from l2lopt.pieces import make_all, slug
 from l2lopt.records import existing, write_json, write_text
 from l2lopt.settings import Settings
 from l2lopt.tables import Choice
@@ -92,7 +104,7 @@ def found(source: str | Path) -> Path:
     return configs.shipped("studies") / f"{source}.toml" if str(source) in shipped() else Path(source)
 
 
-def load(source: str | Path) -> Study:
+def load(source: str | Path) -> Study | LanguageStudy:
     """A study from a TOML file, or from the name of a shipped one.
 
     Raises:
@@ -101,11 +113,13 @@ def load(source: str | Path) -> Study:
     path = existing(found(source), "a study's file", f"give its path, or one of {', '.join(shipped())}")
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
-        return Study.model_validate(data)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(str(path), expected="a TOML file", found=str(error), remedy="mend that place") from None
+    kind = LanguageStudy if "runs" in data else Study
+    try:
+        return kind.model_validate(data)
     except ValidationError as error:
-        raise tables.explain(str(path), error, Study.model_fields, data) from None
+        raise tables.explain(str(path), error, kind.model_fields, data) from None
 
 
 def reproduce(
@@ -124,7 +138,8 @@ def reproduce(
     processes they share out meta-batches and evaluations.
 
     Args:
-        source: the study's TOML file, or the name of a shipped study.
+        source: the study's TOML file, or the name of a shipped study; with `runs` in it, it is one of language models,
+            see `language_studies`.
         folder: where everything goes.
         changes: to every config, such as "evaluation.seeds=50".
         jobs: pieces made at the same time, each in a process of its own.
@@ -136,17 +151,16 @@ def reproduce(
     Raises:
         UserError: for a mistake in the study or one of its configs.
     """
+    study = load(source)
+    if isinstance(study, LanguageStudy):
+        return language_studies.reproduce(study, found(source), folder, changes=changes, jobs=jobs, report=report)
     with distributed.together():
-        study, place = load(source), _Place(str(found(source)), str(folder), tuple(changes))
+        place = _Place(str(found(source)), str(folder), tuple(changes))
         pieces = list(_pieces(study, place))
         _forecast(study, place, pieces, jobs)
-        if jobs == 1:
-            for piece in pieces:
-                _make(place, piece, report)
-        elif distributed.ranks() == 1:
-            _make_together(place, pieces, jobs, report)
-        else:
+        if jobs > 1 and distributed.ranks() > 1:
             raise UserError("jobs", expected="1 under torchrun", found=str(jobs), remedy="drop --jobs, or torchrun")
+        make_all(partial(_make, place), pieces, jobs, report)
         return distributed.on_first(lambda: _summary(study, place))
 
 
@@ -158,7 +172,7 @@ def _summary(study: Study, place: _Place) -> list[Path]:
     write_text(paths[0], "\n\n".join(_table(label, found) for label, found in compared.items()) + "\n")
     write_json(paths[1], {label: _facts(found) for label, found in compared.items()})
     for label, (result, _) in compared.items():
-        home = Path(folder) / _slug(label)
+        home = Path(folder) / slug(label)
         experiments.write_evaluation(home, result)
         paths += plotting.loss_curves(
             plotting.read(home / "evaluation.csv"),
@@ -218,18 +232,6 @@ def _forecast(study: Study, place: _Place, pieces: Sequence[_Work], jobs: int) -
         logger.info("%d of %d pieces to make, about %s in all%s: %s", len(missing), len(pieces), total, shared, parts)
 
 
-def _make_together(place: _Place, pieces: Sequence[_Work], jobs: int, report: Report) -> None:
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        waiting: list[Future[None]] = [pool.submit(_make, place, piece) for piece in pieces]
-        try:
-            for done, future in enumerate(as_completed(waiting), 1):
-                future.result()
-                report("study", done, len(pieces), {})
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-
-
 def _seeds(study: Study, index: int) -> list[int]:
     """The meta-seeds of an optimiser; one that is taken as it is counts as the first."""
     return study.meta_seeds[:1] if study.optimisers[index].optimiser is not None else study.meta_seeds
@@ -253,8 +255,9 @@ class _Task(NamedTuple):
 
 def _task(place: _Place, piece: _Work) -> _Task:
     study = load(place.source)
+    assert isinstance(study, Study)
     config = _config(study, place, piece)
-    home = Path(place.folder) / _slug(study.problems[piece.problem].label)
+    home = Path(place.folder) / slug(study.problems[piece.problem].label)
     work: dict[str, Any] = {
         "l2lopt": version("l2lopt"),
         "torch": torch.__version__,
@@ -265,10 +268,10 @@ def _task(place: _Place, piece: _Work) -> _Task:
     if piece.meta_seed is None:
         baseline = config.evaluation.baselines[piece.optimiser]
         return _Task(
-            config, home / f"{_slug(baseline.name)}.json", work | {"baseline": baseline.model_dump(mode="json")}
+            config, home / f"{slug(baseline.name)}.json", work | {"baseline": baseline.model_dump(mode="json")}
         )
     contender = study.optimisers[piece.optimiser]
-    folder, given = home / f"{_slug(contender.label)}-{piece.meta_seed}", _given(contender)
+    folder, given = home / f"{slug(contender.label)}-{piece.meta_seed}", _given(contender)
     if given is None:
         work["recipe"] = config.model_dump(mode="json", exclude={"evaluation", "label"})
         work["weights"] = _digest(folder / "optimiser.safetensors")
@@ -296,6 +299,7 @@ def _make(place: _Place, piece: _Work, report: Report = silent) -> None:
     if distributed.on_first(lambda: _read(place, piece) is not None):
         return
     study, (config, path, work) = load(place.source), _task(place, piece)
+    assert isinstance(study, Study)
     given = None if piece.meta_seed is None else _given(study.optimisers[piece.optimiser])
     if piece.meta_seed is not None and given is None:
         experiments.meta_train(config, path.parent, resume=True, report=report)
@@ -450,8 +454,3 @@ def _facts(compared: _Compared) -> dict[str, Any]:
         "seconds_per_step_and_seed": compared.result.seconds,
         "warnings": compared.result.warnings,
     }
-
-
-def _slug(label: str) -> str:
-    """A label as a folder's name."""
-    return "-".join("".join(c if c.isalnum() else " " for c in label.lower()).split()) or "unnamed"

@@ -1,6 +1,8 @@
 """Training: one optimisee, any `torch.optim.Optimizer`, to the end."""
 
 import math
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -10,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from l2lopt.checkpoint import Checkpoint, NoCheckpoint, pack, unpack
-from l2lopt.optimisee import Optimisee, Split, measure
+from l2lopt.optimisee import Optimisee, Split, StepFacts, measure
 from l2lopt.optimisers.schedule import warm_up_cosine
 from l2lopt.records import NoRecords, Recorder
 from l2lopt.settings import Settings
@@ -24,6 +26,9 @@ class TrainSettings(Settings):
 
     steps: PositiveInt = 1000
     """Updates in all."""
+    epochs: PositiveInt | None = None
+    """Passes over the training samples in all, whatever `steps` and `evaluate_every` say: there is an evaluation and a
+    checkpoint after each; none: as many steps as `steps`."""
     evaluate_every: PositiveInt = 100
     """Steps between two test-mode evaluations on the whole of the watched split; there is one before the first step
     and one after the last."""
@@ -39,6 +44,13 @@ class TrainSettings(Settings):
     """Early stopping: evaluations without a lower loss after which training ends. It then trains on the split `inner`,
     watches `heldout`, and ends with the parameters of the lowest loss; none: it trains on `train`, watches `test`
     without choosing anything by it, and ends with the last parameters."""
+    average: PositiveInt | Literal["non-monotonic"] | None = None
+    """Averaged SGD (Polyak and Juditsky 1992): after so many evaluations, the one before the first step not counted,
+    the mean of the parameters after every later step takes their place wherever they are watched, tested and left.
+    `non-monotonic` begins it once a watched loss is worse than the best of all but the last `patience_to_average`
+    before it (Merity et al. 2018). Splits and end are as with `patience`, which may be none."""
+    patience_to_average: PositiveInt = 5
+    """See `average`."""
 
     @model_validator(mode="after")
     def _in_time(self) -> "TrainSettings":
@@ -47,14 +59,26 @@ class TrainSettings(Settings):
         return self
 
     @property
+    def chooses(self) -> bool:
+        """Whether training ends with the parameters of the lowest watched loss."""
+        return self.patience is not None or self.average is not None
+
+    @property
     def splits(self) -> tuple[Split, Split]:
         """The split trained on and the one watched."""
-        return ("inner", "heldout") if self.patience else ("train", "test")
+        return ("inner", "heldout") if self.chooses else ("train", "test")
 
-    def multiplier(self, step: int) -> float:
-        """Of the rate, at step 1, 2, …."""
-        total = self.steps if self.schedule == "cosine" else None
+    def multiplier(self, step: int, steps: int) -> float:
+        """Of the rate, at step 1, 2, … of `steps`."""
+        total = steps if self.schedule == "cosine" else None
         return float(warm_up_cosine(torch.tensor(step - 1), self.warm_up, total))
+
+    def averages(self, losses: Sequence[float]) -> bool:
+        """Whether averaging begins after these evaluations, the first of them before the first step."""
+        if self.average == "non-monotonic":
+            best = min(losses[1 : -1 - self.patience_to_average], default=math.inf)
+            return losses[-1] > best
+        return self.average is not None and len(losses) > self.average
 
 
 class Trained(NamedTuple):
@@ -66,7 +90,9 @@ class Trained(NamedTuple):
         step: after which they stood.
         steps: that were made.
         diverged: the step at which the loss was not finite any more, or None.
-        metrics: the test-mode loss on the whole of the split `test`, and the optimisee's own metrics there.
+        metrics: the test-mode loss on the whole of the split `test`, and the optimisee's metrics and readings there.
+        watched: likewise on the watched split.
+        speed: samples a second, or what the optimisee counts, in this call's steps alone; 0 without any.
     """
 
     params: Params
@@ -75,6 +101,8 @@ class Trained(NamedTuple):
     steps: int
     diverged: int | None
     metrics: dict[str, float]
+    watched: dict[str, float]
+    speed: float
 
 
 @dataclass
@@ -88,7 +116,10 @@ class _Run:
         rates: of its groups, before any schedule.
         step: the last one made.
         diverged: see `Trained`.
-        best: where early stopping would go back to: "loss", "step", "params" and "aux".
+        watched: what every evaluation found.
+        best: where early stopping would go back to: "evaluation" (its number), "loss", "step", "params" and "aux".
+        mean: of the parameters after the last `averaged` steps; empty before averaging has begun.
+        averaged: see `mean`.
     """
 
     params: Params
@@ -97,12 +128,15 @@ class _Run:
     rates: list[float]
     step: int = 0
     diverged: int | None = None
+    watched: list[dict[str, float]] = field(default_factory=list)
     best: dict[str, Any] = field(default_factory=dict)
+    mean: Params = field(default_factory=dict)
+    averaged: int = 0
 
     def place(self) -> dict[str, Any]:
         """All that the steps after this one depend on."""
-        own = {name: getattr(self, name) for name in ("params", "aux", "step", "diverged", "best")}
-        return {**own, "optimizer": self.optimizer.state_dict()}
+        names = ("params", "aux", "step", "diverged", "watched", "best", "mean", "averaged")
+        return {**{name: getattr(self, name) for name in names}, "optimizer": self.optimizer.state_dict()}
 
     def take_up(self, place: dict[str, Any]) -> None:
         """Puts everything back as `place` found it."""
@@ -110,14 +144,29 @@ class _Run:
             for name, value in self.params.items():
                 value.copy_(place["params"][name])
         device = next(iter(self.params.values())).device
-        self.aux, self.best = pytree.tree_map_only(Tensor, lambda t: t.to(device), (place["aux"], place["best"]))
+        tensors = (place["aux"], place["best"], place["mean"])
+        self.aux, self.best, self.mean = pytree.tree_map_only(Tensor, lambda t: t.to(device), tensors)
         self.step, self.diverged = place["step"], place["diverged"]
+        self.watched, self.averaged = place["watched"], place["averaged"]
         restore(self.optimizer, place["optimizer"])
 
-    def ended(self, settings: TrainSettings) -> bool:
+    def ended(self, settings: TrainSettings, steps: int) -> bool:
         """Whether there is nothing more to do."""
-        waited = settings.patience and self.step - self.best["step"] >= settings.patience * settings.evaluate_every
-        return self.step >= settings.steps or self.diverged is not None or bool(waited)
+        waited = settings.patience and len(self.watched) >= self.best["evaluation"] + settings.patience
+        return self.step >= steps or self.diverged is not None or bool(waited)
+
+    @property
+    def standing(self) -> Params:
+        """The parameters that count: the means, once there are some."""
+        return self.mean if self.averaged else self.params
+
+    def add_to_mean(self) -> None:
+        """Takes the parameters after a step into the mean, once averaging has begun."""
+        if self.mean:
+            self.averaged += 1
+            with torch.no_grad():
+                for name, value in self.mean.items():
+                    value.lerp_(self.params[name], 1 / self.averaged)
 
 
 def train(
@@ -151,41 +200,94 @@ def train(
     params = {name: value.clone().requires_grad_() for name, value in params.items()}
     optimizer = factory(list(params.items()))
     run = _Run(params, aux, optimizer, [float(group["lr"]) for group in optimizer.param_groups])
+    ends = _evaluations(optimisee, settings, seed)
+    marks, steps = set(ends), ends[-1]
 
     def watch() -> None:
         split = settings.splits[1]
-        figures = measure(optimisee, split, seed, run.params, run.aux)
+        figures = measure(optimisee, split, seed, run.standing, run.aux)
         records.write(split, run.step, figures)
+        run.watched.append(figures)
         if not math.isfinite(figures["loss"]):
             run.diverged = run.step
-        elif settings.patience and figures["loss"] < run.best["loss"]:
+        elif settings.chooses and figures["loss"] < run.best["loss"]:
             run.best = _best(run, figures["loss"])
+        if not run.mean and settings.averages([figures["loss"] for figures in run.watched]):
+            run.mean = _copy(run.params)
 
     kept = checkpoint.load()
     if kept:
         run.take_up(unpack(kept[0]["place"], kept[1]))
     else:
-        run.best = _best(run, math.inf) if settings.patience else {}
+        run.best = _best(run, math.inf) if settings.chooses else {}
         watch()
-    while not run.ended(settings):
+    clock = _Clock()
+    while not run.ended(settings, steps):
         run.step += 1
-        figures = _advance(run, optimisee, settings, seed)
-        records.write("train", run.step, figures)
-        report("train", run.step, settings.steps, figures)
+        with clock:
+            figures, facts = _advance(run, optimisee, settings, seed, steps)
+        clock.samples += facts.samples
+        records.write("train", run.step, figures | dict(facts.figures))
+        report("train", run.step, steps, _shown(run, settings, figures, facts, clock))
         if not math.isfinite(figures["loss"]):
             run.diverged = run.step
-        elif run.step % settings.evaluate_every == 0 or run.step == settings.steps:
+        elif run.step in marks:
             watch()
-        if run.step % settings.checkpoint_every == 0 or run.ended(settings):
+        due = run.step % settings.checkpoint_every == 0 or (settings.epochs is not None and run.step in marks)
+        if due or run.ended(settings, steps):
             place, tensors = pack(run.place())
             checkpoint.save({"step": run.step, "place": place}, tensors)
-    end = run.best or {"params": run.params, "aux": run.aux, "step": run.step}
+    end = run.best or {"params": run.standing, "aux": run.aux, "step": run.step, "evaluation": len(run.watched)}
     metrics = measure(optimisee, "test", seed, end["params"], end["aux"])
-    return Trained(detach(end["params"]), end["aux"], end["step"], run.step, run.diverged, metrics)
+    watched = run.watched[max(end["evaluation"], 1) - 1]
+    params = detach(end["params"])
+    return Trained(params, end["aux"], end["step"], run.step, run.diverged, metrics, watched, clock.speed)
 
 
-def _advance(run: _Run, optimisee: Optimisee, settings: TrainSettings, seed: int) -> dict[str, float]:
-    """One step, unless its loss is not finite, and its figures."""
+def _evaluations(optimisee: Optimisee, settings: TrainSettings, seed: int) -> list[int]:
+    """The steps after which there is an evaluation, the last of them the end."""
+    if settings.epochs:
+        return [optimisee.epoch(settings.splits[0], seed, number) for number in range(1, settings.epochs + 1)]
+    return sorted({*range(settings.evaluate_every, settings.steps, settings.evaluate_every), settings.steps})
+
+
+def _shown(
+    run: _Run, settings: TrainSettings, figures: Mapping[str, float], facts: StepFacts, clock: "_Clock"
+) -> Mapping[str, float]:
+    """What a user wants to see of a step: its reading beside that of the watched split, and the speed."""
+    if not facts.figures:
+        return figures
+    name, value = next(iter(facts.figures.items()))
+    return {name: value, f"{settings.splits[1]} {name}": run.watched[-1][name], f"{facts.unit}/s": clock.speed}
+
+
+class _Clock:
+    """Adds up the time spent inside `with`.
+
+    Attributes:
+        samples: done in it.
+        seconds: so far.
+    """
+
+    def __init__(self) -> None:
+        self.samples, self.seconds = 0, 0.0
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self.seconds += time.perf_counter() - self._start
+
+    @property
+    def speed(self) -> float:
+        """Samples a second."""
+        return self.samples / self.seconds if self.seconds else 0.0
+
+
+def _advance(
+    run: _Run, optimisee: Optimisee, settings: TrainSettings, seed: int, steps: int
+) -> tuple[dict[str, float], StepFacts]:
+    """One step, unless its loss is not finite, its figures, and what the optimisee says of it."""
     batch = optimisee.batch(settings.splits[0], seed, run.step - 1)
     before, figures = run.aux, dict[str, float]()
 
@@ -199,7 +301,8 @@ def _advance(run: _Run, optimisee: Optimisee, settings: TrainSettings, seed: int
         return loss.detach(), detach(aux)
 
     loss, aux = evaluate()
-    multiplier = settings.multiplier(run.step)
+    facts = optimisee.step_facts(batch, aux)
+    multiplier = settings.multiplier(run.step, steps) * facts.rate
     for group, rate in zip(run.optimizer.param_groups, run.rates, strict=True):
         group["lr"] = rate * multiplier
     first = [loss]  # the gradients are there already
@@ -210,11 +313,16 @@ def _advance(run: _Run, optimisee: Optimisee, settings: TrainSettings, seed: int
     if loss.isfinite():
         run.optimizer.step(closure)  # type: ignore[arg-type]  # torch.optim calls a loss a float
         run.aux = aux
-    return {"loss": float(loss), "rate": run.rates[0] * multiplier, **figures}
+        run.add_to_mean()
+    return {"loss": float(loss), "rate": run.rates[0] * multiplier, **figures}, facts
 
 
 def _best(run: _Run, loss: float) -> dict[str, Any]:
     """A copy of where the run stands."""
-    params = {name: value.detach().clone() for name, value in run.params.items()}
     aux = {name: value.clone() for name, value in run.aux.items()}
-    return {"loss": loss, "step": run.step, "params": params, "aux": aux}
+    place = {"evaluation": len(run.watched), "loss": loss, "step": run.step}
+    return {**place, "params": _copy(run.standing), "aux": aux}
+
+
+def _copy(params: Params) -> Params:
+    return {name: value.detach().clone() for name, value in params.items()}

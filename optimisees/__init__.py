@@ -7,6 +7,7 @@ from l2lopt import tables
 from l2lopt.optimisee import Optimisee
 from optimisees.convnet import convnet
 from optimisees.datasets import InMemory, digits
+from optimisees.language_model import LanguageModel
 from optimisees.mlp import mlp
 from optimisees.module import ModuleOptimisee
 from optimisees.quadratic import Quadratic
@@ -16,6 +17,7 @@ OPTIMISEES: Mapping[str, Callable[..., Optimisee]] = {
     "quadratic": Quadratic,
     "mlp": mlp,
     "convnet": convnet,
+    "language-model": LanguageModel,
     "resnet": resnet,
 }
 
@@ -29,6 +31,7 @@ def make(name: str, **options: Any) -> Optimisee:
 __all__ = [
     "OPTIMISEES",
     "InMemory",
+    "LanguageModel",
     "ModuleOptimisee",
     "Optimisee",
     "Quadratic",

@@ -96,6 +96,11 @@ class ModuleOptimisee(Optimisee):
             masks[name] = kept.to(self._like) / max(1 - p, 1e-12)  # with p = 1 nothing is kept
         return {"inputs": inputs, "targets": targets, "masks": masks}
 
+    def epoch(self, split: Split, seed: int, number: int) -> int:
+        """Passes of full batches."""
+        samples = len(self._members(split, seed))
+        return number * (samples // min(self.batch_size, samples))
+
     def loss(self, params: Params, aux: Aux, batch: Batch) -> tuple[Tensor, Aux]:
         """The criterion in training mode."""
         moved = {name: value.clone() for name, value in aux.items()}  # the module updates its buffers in place

@@ -20,7 +20,8 @@ from l2lopt import cells, optimisers, unrolls
 from l2lopt.optimisee import batch_rows, flat_loss, init_rows
 from l2lopt.optimisers import inputs, rules
 from l2lopt.types import Carry, Layout, Step, Target
-from optimisees import InMemory, ModuleOptimisee, Quadratic, convnet, mlp, resnet
+from optimisees import InMemory, LanguageModel, ModuleOptimisee, Quadratic, convnet, mlp, resnet
+from optimisees.text import EOS, Corpus, Vocabulary
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -79,6 +80,7 @@ CELLS = {
         for reset in ("before", "after")
         for biases in ("none", "one", "two")
     },
+    "lstm two biases": cell("lstm", biases="two"),
     "gru new with gate bias": cell("gru", gate_bias=True),
     "gru kept with gate bias": cell("gru", update="kept", gate_bias=True),
     **{f"{name} with gate bias": cell(name, gate_bias=True) for name in GATE_BIASED},
@@ -162,6 +164,7 @@ LEARNED = {label: make for label, make in OPTIMISERS.items() if list(make().para
 
 FOLDED = {
     "lstm": "lstm",
+    "lstm two biases": {"name": "lstm", "biases": "two"},
     "ihc-lstm": "ihc-lstm",
     "ihc-lstm with gate bias": {"name": "ihc-lstm", "gate_bias": True},
     "ihc-lstm without gate input": {"name": "ihc-lstm", "gate_input": False},
@@ -253,12 +256,19 @@ SAMPLED = {
     ),
 }
 """The optimisees that draw batches from a set of samples."""
+TEXTS = Corpus(
+    Vocabulary(("a", "b", "c", "d", EOS), "word"), *(torch.arange(count) ** 3 % 11 % 5 for count in (160, 60, 41))
+)
+LANGUAGE_MODELS = {
+    "language-model": partial(LanguageModel, TEXTS, "irc-gru", 3, 4, 2, batch_size=3, window=6, dtype="float64"),
+}
 OPTIMISEES = {
     "quadratic": partial(Quadratic, 4, "float64"),
     "mlp on images": partial(on_pictures, mlp, (3,)),
     "convnet on images": partial(on_pictures, convnet, (2, 2), 3),
     "resnet on changed images": partial(small_resnet, channels_last=True, crop_and_flip=True, evaluation_samples=6),
     **SAMPLED,
+    **LANGUAGE_MODELS,
 }
 
 

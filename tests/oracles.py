@@ -18,7 +18,8 @@ def affine(bias, *products):
 def lstm(phi, x, state):
     """Table I: f, i, o = σ(W x + U h + b); a = tanh(W_A x + U_A h + b_A); c' = f∘c + i∘a; h' = o∘tanh c'."""
     M = len(state["h"])
-    z = affine(phi["bias"], (phi["weight_x"], x), (phi["weight_h"], state["h"]))
+    bias = [sum(both) for both in zip(phi["bias"], phi.get("bias_h", [0.0] * 4 * M), strict=True)]
+    z = affine(bias, (phi["weight_x"], x), (phi["weight_h"], state["h"]))
     i, f, a, o = z[:M], z[M : 2 * M], z[2 * M : 3 * M], z[3 * M :]
     c = [sigmoid(f[k]) * state["c"][k] + sigmoid(i[k]) * math.tanh(a[k]) for k in range(M)]
     h = [sigmoid(o[k]) * math.tanh(c[k]) for k in range(M)]
@@ -209,6 +210,7 @@ CELLS = {
     "gru new with gate bias": gru,
     "gru kept with gate bias": partial(gru, update="kept"),
     "lstm": lstm,
+    "lstm two biases": lstm,
     "stacked": stacked,
     "sru": sru,
     "sru with gate bias": sru,

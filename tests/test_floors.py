@@ -8,9 +8,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FLOORS = {
-    "l2lopt.__main__": 11,
-    "l2lopt.cli": 10,
-    "l2lopt.studies": 9,
+    "l2lopt.__main__": 12,
+    "l2lopt.cli": 11,
+    "l2lopt.studies": 10,
+    "l2lopt.language_studies": 9,
     "l2lopt.experiments": 8,
     "l2lopt.forecast": 8,
     "l2lopt.config": 7,
@@ -35,6 +36,7 @@ FLOORS = {
     "l2lopt.torch_table": 1,
     "l2lopt.unrolls": 1,
     "l2lopt.optimisee": 1,
+    "l2lopt.pieces": 1,
     "l2lopt.records": 1,
     "l2lopt.distributed": 0,
     "l2lopt.threads": 0,

@@ -1,5 +1,7 @@
 """The long short-term memory of Table I, eqs. 18-21 (Kuo et al., IJCNN 2020), and its simplified core (22-26)."""
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -11,23 +13,26 @@ class LSTM(Cell):
     """f, i, o = σ(W x + U h + b); a = tanh(W_A x + U_A h + b_A); c' = f∘c + i∘a; h' = o∘tanh c'.
 
     `weight_x` is W [4M, N], `weight_h` is U [4M, M], `bias` is b [4M], the rows in PyTorch's order i, f, a, o.
-    4(MN + M² + M) numbers; h lies in (−1, 1). Initial values U(±1/√M).
+    4(MN + M² + M) numbers, 4M more with two biases; h lies in (−1, 1). Initial values U(±1/√M).
 
     Args:
         input_size: N.
         hidden_size: M.
+        biases: one, or a second, `bias_h` [4M], as in `torch.nn.LSTM`: only their sum acts, and it moves twice as fast.
     """
 
-    def __init__(self, input_size: int, hidden_size: int) -> None:
+    def __init__(self, input_size: int, hidden_size: int, biases: Literal["one", "two"] = "one") -> None:
         super().__init__(input_size, hidden_size, {"h": hidden_size, "c": hidden_size})
         self.weight_x = uniform(hidden_size, 4 * hidden_size, input_size)
         self.weight_h = uniform(hidden_size, 4 * hidden_size, hidden_size)
         self.bias = uniform(hidden_size, 4 * hidden_size)
+        self.bias_h = uniform(hidden_size, 4 * hidden_size) if biases == "two" else None
 
     def forward(self, x: Tensor, state: CellState) -> tuple[Tensor, CellState]:
         """One time step; the output is h'."""
         self.check(x, state)
-        gates = affine(self.bias, (self.weight_x, x), (self.weight_h, state["h"]))
+        bias = self.bias if self.bias_h is None else self.bias + self.bias_h
+        gates = affine(bias, (self.weight_x, x), (self.weight_h, state["h"]))
         i, f, a, o = gates.chunk(4)
         return _remember(f, i, o, torch.tanh(a), state["c"])
 

@@ -51,6 +51,8 @@ def fold(optimiser: Coordinatewise, phi: Params) -> Folded:
     head, head_bias = phi["head.weight"], phi["head.bias"]
     if isinstance(optimiser.cell, LSTM):
         rows = _joined(embed, phi["cell.weight_x"], phi["cell.weight_h"], phi["cell.bias"])
+        if "cell.bias_h" in phi:
+            rows = torch.cat([rows[:, :-1], rows[:, -1:] + phi["cell.bias_h"][:, None]], dim=1)
         i, f, a, o = rows.chunk(4)
         return Folded(torch.cat([i, f, o, a]), None, None, head, head_bias)
     back = phi["cell.highway.feedback.weight_h"]

@@ -1,0 +1,44 @@
+"""The pieces of long work, made one after the other or in processes of their own."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from typing import TypeVar
+
+from l2lopt.types import Report, silent
+
+P = TypeVar("P")
+
+
+def make_all(make: Callable[[P, Report], object], pieces: Sequence[P], jobs: int, report: Report) -> None:
+    """Calls `make` for every piece; what it makes is what it leaves in files.
+
+    Args:
+        make: (piece, report of its progress); with several jobs it is sent to other processes, with the piece.
+        pieces: in this order.
+        jobs: made at the same time.
+        report: progress: that of each piece, or with several jobs the number of pieces done.
+    """
+    if jobs == 1:
+        for piece in pieces:
+            make(piece, report)
+        return
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        waiting: list[Future[None]] = [pool.submit(_leave, make, piece) for piece in pieces]
+        try:
+            for done, future in enumerate(as_completed(waiting), 1):
+                future.result()
+                report("study", done, len(pieces), {})
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _leave(make: Callable[[P, Report], object], piece: P) -> None:
+    """`make` for its files alone: tensors that came from another process would each hold a file open."""
+    make(piece, silent)
+
+
+def slug(label: str) -> str:
+    """A label as a folder's name."""
+    return "-".join("".join(c if c.isalnum() else " " for c in label.lower()).split()) or "unnamed"

@@ -1,0 +1,125 @@
+"""Texts: tokens and vocabularies, and every mistake in one line."""
+
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from l2lopt.errors import UserError
+from optimisees.text import EOS, Corpus, Vocabulary, corpus, files, ptb, split
+
+UNITS = pytest.mark.parametrize("unit", ["word", "character"])
+TEXTS = st.text(st.characters(exclude_characters="\r", codec="utf-8"), max_size=40)
+
+
+def written(folder, train=b"a b\nb c\n", valid=b"c d\n", test=b"a a\n"):
+    paths = {}
+    for name, content in (("train", train), ("valid", valid), ("test", test)):
+        paths[name] = str(folder / f"{name}.txt")
+        if content is not None:
+            (folder / f"{name}.txt").write_bytes(content)
+    return paths
+
+
+def test_words_in_order_of_first_appearance_over_all_three(tmp_path):
+    found = files(**written(tmp_path))
+    assert found.vocabulary.tokens == ("a", "b", EOS, "c", "d")
+    assert [text.tolist() for text in found[1:]] == [[0, 1, 2, 1, 3, 2], [3, 4, 2], [0, 0, 2]]
+
+
+def test_characters_and_line_ends(tmp_path):
+    found = files(**written(tmp_path, b"\xef\xbb\xbfab\r\n \xc3\xa9", b"b\n\n", b"a"), unit="character")
+    assert found.vocabulary.tokens == ("a", "b", EOS, " ", "é")
+    assert [text.tolist() for text in found[1:]] == [[0, 1, 2, 3, 4, 2], [1, 2, 2], [0, 2]]
+
+
+def test_ptb_is_found_by_the_environment(tmp_path, monkeypatch):
+    (tmp_path / "ptb").mkdir()
+    for name in ("train", "valid", "test"):
+        (tmp_path / "ptb" / f"ptb.{name}.txt").write_text(f" the {name} \n")
+    monkeypatch.setenv("L2LOPT_DATA", str(tmp_path))
+    assert corpus("ptb").vocabulary.tokens == ("the", "train", EOS, "valid", "test")
+    assert corpus({"name": "ptb", "root": str(tmp_path)}).digest() == ptb().digest()
+    monkeypatch.delenv("L2LOPT_DATA")
+    with pytest.raises(UserError, match=r"ptb: expected a folder of data sets, found none; set L2LOPT_DATA"):
+        ptb()
+
+
+@UNITS
+@given(text=TEXTS)
+def test_every_line_is_closed_and_nothing_is_lost(unit, text):
+    tokens = split(text, unit)
+    lines = text.removesuffix("\n").split("\n") if text else []
+    assert tokens.count(EOS) == len(lines) + (0 if unit == "character" else text.split().count(EOS))
+    if unit == "character":
+        assert "".join("\n" if token == EOS else token for token in tokens) == "".join(f"{line}\n" for line in lines)
+    else:
+        assert [token for token in tokens if token != EOS] == [word for word in text.split() if word != EOS]
+
+
+@UNITS
+@given(text=TEXTS)
+def test_encoded_and_decoded(unit, text):
+    vocabulary = Vocabulary.of([text], unit)
+    places = vocabulary.encode(split(text, unit))
+    assert [vocabulary.tokens[place] for place in places] == split(text, unit)
+    assert len(set(vocabulary.tokens)) == len(vocabulary.tokens)
+    assert vocabulary.tokens == tuple(dict.fromkeys(split(text, unit)))
+    told = vocabulary.decode(places.tolist())
+    assert split(told, unit) == [token for token in split(text, unit) if unit == "character" or told or token != EOS]
+
+
+@UNITS
+@given(text=TEXTS)
+def test_a_prompts_last_line_stays_open(unit, text):
+    vocabulary = Vocabulary.of([text, "\n"], unit)
+    expected = split(text, unit) if text.endswith("\n") else split(text, unit)[:-1]
+    assert [vocabulary.tokens[place] for place in vocabulary.prompt(text)] == expected
+
+
+def test_facts_make_the_vocabulary_again():
+    vocabulary = Vocabulary.of(["a b", "c"], "word")
+    facts = vocabulary.facts()
+    assert Vocabulary(tuple(facts["tokens"]), facts["unit"]) == vocabulary
+
+
+def test_other_texts_have_another_digest(tmp_path):
+    one = files(**written(tmp_path))
+    assert one.digest() == files(**written(tmp_path)).digest()
+    others = [one._replace(test=one.valid), one._replace(train=one.train.flip(0)), Corpus.without_texts(one.vocabulary)]
+    assert len({text.digest() for text in (one, *others)}) == 4
+
+
+@pytest.mark.parametrize(
+    ("contents", "message"),
+    [
+        ({"valid": None}, r"valid\.txt: expected a text, found nothing"),
+        ({"train": b""}, r"train\.txt: expected a text, found an empty file"),
+        ({"test": b"ab\xff\n"}, r"test\.txt: expected a text in UTF-8, found byte 0xff at 2; convert"),
+        ({"valid": b"\n \n\n"}, r"valid\.txt: expected words, found none; give a file with more than empty lines"),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(tmp_path, contents, message):
+    with pytest.raises(UserError, match=message):
+        files(**written(tmp_path, **contents))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "prompt", "message"),
+    [
+        ("the cat <unk>", "the catt", "prompt: expected words of the vocabulary, found 'catt'; did you mean 'cat'?"),
+        ("the cat <unk>", "zoo", "found 'zoo'; write <unk> for it"),
+        ("the cat", "zoo", "found 'zoo'; leave it out"),
+    ],
+)
+def test_an_unknown_word_in_a_prompt(tokens, prompt, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        Vocabulary.of([tokens], "word").prompt(prompt)
+
+
+def test_decoding_puts_no_blanks_around_lines():
+    vocabulary = Vocabulary.of(["a b"], "word")
+    assert vocabulary.decode([0, 1, 2, 1, 2, 2, 0]) == "a b\nb\n\na"
+    assert torch.equal(vocabulary.prompt("a b\nb\n\na"), torch.tensor([0, 1, 2, 1, 2, 2, 0]))
