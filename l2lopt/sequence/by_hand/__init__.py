@@ -4,7 +4,6 @@
 (`pointwise`) behind a feed that brings h to the gates (`full`, `highway`), or one of the `scans`.
 """
 
-
 import torch
 from torch import Tensor
 
@@ -35,3 +34,6 @@ def run(
     shaped = (value.unflatten(0, batch) if batch else value[0] for value in final)
     output = outputs.unflatten(1, batch) if batch else outputs[:, 0]
     return output.movedim(-1, 1), {name: value.movedim(-1, 0) for name, value in zip(names, shaped, strict=True)}
+
+
+__all__ = ["plan", "run"]

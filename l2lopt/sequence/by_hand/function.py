@@ -81,7 +81,10 @@ class ByHand(torch.autograd.Function):
         if torch.is_grad_enabled():
             return None, *_through_the_loop(call, ctx.needs_input_grad[1:], [x, *tensors], slopes)
         names, rest = ctx.names, ctx.saved_tensors[count:]
-        w, tape = (dict(zip(n, v, strict=True)) for n, v in zip(names, (rest[: len(names[0])], rest[len(names[0]) :]), strict=True))
+        w, tape = (
+            dict(zip(n, v, strict=True))
+            for n, v in zip(names, (rest[: len(names[0])], rest[len(names[0]) :]), strict=True)
+        )
         state, weights = call.split(tuple(tensors))
         dtype = next(iter(weights.values())).dtype
         asked = Slopes(
@@ -128,7 +131,7 @@ class _Loop(nn.Module):
 def _through_the_loop(
     call: Call, needed: tuple[bool, ...], arguments: list[Tensor], slopes: tuple[Tensor, ...]
 ) -> list[Tensor | None]:
-    """The same slopes, differentiable: the loop's, with respect to aliases, since arguments may depend on each other."""
+    """The same slopes, differentiable: the loop's, of aliases, since the arguments may depend on each other."""
     x, *tensors = (argument.view_as(argument) for argument in arguments)
     state, weights = call.split(tuple(tensors))
     columns = {name: value.movedim(-1, 0) for name, value in state.items()}
@@ -136,7 +139,9 @@ def _through_the_loop(
         named = {f"cell.{name}": value for name, value in weights.items()}
         outputs, final = functional_call(_Loop(call), named, (x.movedim(-1, 1), columns))
     results = [outputs.movedim(1, -1), *(final[name].movedim(0, -1) for name in call.states)]
-    pairs = [(result, slope.to(result.dtype)) for result, slope in zip(results, slopes, strict=True) if result.requires_grad]
+    pairs = [
+        (result, slope.to(result.dtype)) for result, slope in zip(results, slopes, strict=True) if result.requires_grad
+    ]
     inputs = [argument for argument, need in zip([x, *tensors], needed, strict=True) if need]
     found = iter(
         torch.autograd.grad([r for r, _ in pairs], inputs, [s for _, s in pairs], create_graph=True, allow_unused=True)

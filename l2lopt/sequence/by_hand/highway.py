@@ -64,7 +64,7 @@ class Residual(Simplified):
     """v = x + U h, with α in U [N, M]."""
 
     def mix(self, t: int, h: Tensor) -> None:
-        """v."""
+        """Writes v."""
         u = self.w["U"]
         if u.dtype == h.dtype:
             torch.addmm(self.xs[t], h, u.t(), out=self.v[t])
@@ -100,7 +100,7 @@ class Highway(Simplified):
             both.zero_()
 
     def mix(self, t: int, h: Tensor) -> None:
-        """u, g and v."""
+        """Writes u, g and v."""
         u, g = self.u[t], self.g[t]
         if "J" in self.w:
             products.add(self.both[t], h, self.w["J"])

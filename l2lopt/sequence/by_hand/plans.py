@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from l2lopt.cells import RNN, SRU, TLSTM, GRU, LSTM, Cell, FastGRNN
+from l2lopt.cells import GRU, LSTM, RNN, SRU, TLSTM, Cell, FastGRNN
 from l2lopt.cells.fastgrnn import FastGRNNCore
 from l2lopt.cells.gru import GRUCore
-from l2lopt.cells.highway import Core, Highway, Residual, Simplified
+from l2lopt.cells.highway import Core, Highway, Simplified
 from l2lopt.cells.lstm import LSTMCore
 from l2lopt.cells.sru import SRUCore
 from l2lopt.cells.t_lstm import TLSTMCore
@@ -43,7 +43,9 @@ def plan(cell: Cell, fold: bool = False) -> Sweep | str:
     """
     if type(cell) is Simplified:
         core = CORES.get(type(cell.core))
-        return f"{type(cell.core).__name__} has no hand-derived pass" if core is None else _simplified(cell, core(), fold)
+        return (
+            f"{type(cell.core).__name__} has no hand-derived pass" if core is None else _simplified(cell, core(), fold)
+        )
     if type(cell) not in PLANS:
         return f"{type(cell).__name__} has no hand-derived pass"
     return PLANS[type(cell)](cell)
@@ -113,9 +115,13 @@ def _simplified(cell: Simplified, p: Pointwise, fold: bool) -> Sweep:
     blocks = {"product": (0, gates), "candidate": (gates, gates + 1)}
     if isinstance(cell.highway, Highway):
         on_u = {"on_u": (0, 0)} if cell.highway.gamma_on == "uvh" else {}
-        return Recurrent(p, highway.Highway, blocks | on_u, partial(_highway, diagonal=diagonal, joined=not on_u and not diagonal))
+        return Recurrent(
+            p, highway.Highway, blocks | on_u, partial(_highway, diagonal=diagonal, joined=not on_u and not diagonal)
+        )
     if diagonal or (fold and n * (1 + gates) >= gates * m):
-        return Recurrent(p, Full, {"hoisted": (0, gates + 1), "product": (0, gates)}, partial(_folded, diagonal=diagonal))
+        return Recurrent(
+            p, Full, {"hoisted": (0, gates + 1), "product": (0, gates)}, partial(_folded, diagonal=diagonal)
+        )
     return Recurrent(p, highway.Residual, blocks, _residual)
 
 

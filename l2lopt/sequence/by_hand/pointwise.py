@@ -82,14 +82,14 @@ class RNN(Pointwise):
         self.activation = activation
 
     def forward(self, s: Step, w: Params) -> None:
-        """h'."""
+        """Writes h'."""
         if self.activation == "tanh":
             torch.tanh(s.z[0], out=s.h_next)
         else:
             torch.clamp(s.z[0], min=0, out=s.h_next)
 
     def factors(self, d: Sequence[Tensor], s: Step, w: Params) -> tuple[Tensor | None, Tensor | None]:
-        """f'."""
+        """Writes f'(z)."""
         if self.activation == "tanh":
             tanh_back(d[0], d[0].fill_(1), s.h_next)
         else:
@@ -109,7 +109,7 @@ class LSTM(Pointwise):
         self.by_h = ((2, 3),) if core else ((3, 4),)
 
     def forward(self, s: Step, w: Params) -> None:
-        """c', tanh c' and h'."""
+        """Writes c', tanh c' and h'."""
         i, f, o, a = (s.z[k] for k in self.order)
         if not self.core:
             o.sigmoid_()
@@ -119,7 +119,7 @@ class LSTM(Pointwise):
         torch.mul(o, s.kept, out=s.h_next)
 
     def factors(self, d: Sequence[Tensor], s: Step, w: Params) -> tuple[Tensor | None, Tensor | None]:
-        """k = o(1 − tanh² c'); from c' to c it is f."""
+        """With k = o(1 − tanh² c'); from c' to c it is f."""
         (i, f, o, a), (di, df, do, da) = ([blocks[k] for k in self.order] for blocks in (s.z, d))
         sigmoid_back(di, a, i)
         sigmoid_back(df, s.c, f)
@@ -139,7 +139,7 @@ class FastGRNN(Pointwise):
         self.core = core
 
     def forward(self, s: Step, w: Params) -> None:
-        """h' = f∘(h − βa) + (β + κ)a."""
+        """As h' = f∘(h − βa) + (β + κ)a."""
         f, a = s.z
         if not self.core:
             a.tanh_()
@@ -176,10 +176,10 @@ class GRU(Pointwise):
         self.by_h = ((0, 4),) if self.after else ((1, 3),)
 
     def forward(self, s: Step, w: Params) -> None:
-        """h'."""
-        a, r, i, q = s.z if self.after else (s.z[2], *s.z[:2], None)
-        if q is not None:
-            a.addcmul_(r, q)
+        """Writes h'."""
+        a, r, i = s.z[:3] if self.after else (s.z[2], *s.z[:2])
+        if self.after:
+            a.addcmul_(r, s.z[3])
         a.tanh_()
         torch.lerp(*((a, s.h) if self.kept else (s.h, a)), i, out=s.h_next)
 
@@ -205,7 +205,7 @@ class GRUCore(Pointwise):
     blocks, sigmoid, by_h, with_kept = 3, (0, 2), ((0, 3),), True
 
     def forward(self, s: Step, w: Params) -> None:
-        """h'."""
+        """Writes h'."""
         i, r, a = s.z
         torch.mul(r, a, out=s.kept)
         torch.lerp(s.h, s.kept, i, out=s.h_next)
@@ -228,13 +228,13 @@ class SRUCore(Pointwise):
     by_c, by_h = ((0, 1), (2, 3)), ((1, 2), (3, 4))
 
     def forward(self, s: Step, w: Params) -> None:
-        """c' and h'."""
+        """Writes c' and h'."""
         f, p, a, x = s.z
         torch.lerp(a, s.c, f, out=s.c_next)
         torch.lerp(x, s.c_next, p, out=s.h_next)
 
     def factors(self, d: Sequence[Tensor], s: Step, w: Params) -> tuple[Tensor | None, Tensor | None]:
-        """k = p; from c' to c it is f."""
+        """With k = p; from c' to c it is f."""
         (f, p, a, x), (df, dp, da, dx) = s.z, d
         torch.sub(s.c, a, out=df)
         sigmoid_back(df, df, f)
@@ -252,13 +252,13 @@ class TLSTMCore(Pointwise):
     by_c, by_h = ((0, 1), (2, 3)), ((1, 2),)
 
     def forward(self, s: Step, w: Params) -> None:
-        """c' and h'."""
+        """Writes c' and h'."""
         f, o, a = s.z
         torch.lerp(a, s.c, f, out=s.c_next)
         torch.mul(o, s.c_next, out=s.h_next)
 
     def factors(self, d: Sequence[Tensor], s: Step, w: Params) -> tuple[Tensor | None, Tensor | None]:
-        """k = o; from c' to c it is f."""
+        """With k = o; from c' to c it is f."""
         (f, o, a), (df, do, da) = s.z, d
         torch.sub(s.c, a, out=df)
         sigmoid_back(df, df, f)

@@ -1,4 +1,4 @@
-"""Matrix products in the weights' own precision: where that is not the state's (autocast), sums are kept in the state's.
+"""Matrix products in the weights' precision; where that is not the state's (autocast), sums are kept in the state's.
 
 Every weight w [K, N] is a matrix as the cells hold it, and x [..., N] has its features last.
 """
@@ -37,7 +37,8 @@ def back(slopes: Tensor, w: Tensor) -> Tensor:
     """The slope of x over all of time, one product: slopes [T, B, K] w → [T, B, N]."""
     out = room(w, slopes.shape[0] * slopes.shape[1], w.shape[1])
     torch.mm(slopes.flatten(0, 1).to(w.dtype), w, out=out)
-    return out.to(slopes.dtype).unflatten(0, slopes.shape[:2])
+    product: Tensor = out.to(slopes.dtype).unflatten(0, slopes.shape[:2])
+    return product
 
 
 def room(like: Tensor, *shape: int) -> Tensor:

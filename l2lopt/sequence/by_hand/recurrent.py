@@ -38,7 +38,7 @@ class Recurrent(Sweep):
         return self._prepare(w)
 
     def forward(self, way: Way, x: Tensor, state: CellState, w: Params) -> tuple[Tensor, CellState, Params]:
-        """h of all steps, h and c of the last."""
+        """All h, and h and c of the last step."""
         p, (steps, batch, _), m = self.pointwise, x.shape, state["h"].shape[1]
         tape = {name: way.states(value, steps) for name, value in state.items()}
         z = tape["z"] = products.room(x, steps, batch, p.blocks * m)
@@ -122,4 +122,5 @@ def _unbound(every: Step) -> list[Step]:
 
 def _span(d: Tensor, span: Span, m: int) -> Tensor:
     """Those blocks, [T, B, blocks, M]."""
-    return d[..., span[0] * m : span[1] * m].unflatten(2, (-1, m))
+    blocks: Tensor = d[..., span[0] * m : span[1] * m].unflatten(2, (-1, m))
+    return blocks

@@ -34,7 +34,7 @@ class SRUScan(Sweep):
         return {"W": w["weight_x"], "b": torch.cat([b, torch.zeros_like(b[: len(b) // 2])]), "omega": w["weight_c"]}
 
     def forward(self, way: Way, x: Tensor, state: CellState, w: Params) -> tuple[Tensor, CellState, Params]:
-        """c step by step, p and h' at once."""
+        """Only c step by step."""
         steps, batch, m = x.shape
         z = products.room(x, steps, batch, 3 * m)
         products.write(z.flatten(0, 1), x.flatten(0, 1), w["W"], w["b"])
@@ -91,7 +91,7 @@ class TLSTMScan(Sweep):
         return {"W": w["weight_x"], "U": w["weight_before"], "b": b}
 
     def forward(self, way: Way, x: Tensor, state: CellState, w: Params) -> tuple[Tensor, CellState, Params]:
-        """Everything at once but c."""
+        """Only c step by step, and of that one operation."""
         steps, batch, m = len(x), x.shape[1], state["c"].shape[1]
         z = products.room(x, steps, batch, 3 * m)
         x_before = torch.where(_second(way, x), x.roll(_one(way), 0), state["x"])
