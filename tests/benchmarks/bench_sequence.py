@@ -17,6 +17,7 @@ from l2lopt import cells
 from l2lopt.cells import Cell, CellState
 from l2lopt.errors import UserError
 from l2lopt.sequence import by_hand, from_torch, loop
+from l2lopt.sequence.by_hand import products
 from l2lopt.threads import cpu_threads
 
 SIZES = ("650,650,35", "650,650,70", "400,1150,70", "1150,1150,70")
@@ -76,17 +77,22 @@ class Problem:
         matrices = [(name.rpartition(".")[2], p.detach()) for name, p in self.cell.named_parameters() if p.dim() == 2]
         serial = [p for name, p in matrices if name in recurrent]
         inputs = {size: torch.randn(steps * BATCH, size) for _, p in matrices for size in p.shape}
+        outputs = {size: products.room(x, *x.shape) for size, x in inputs.items()}
+
+        def times(p: Tensor, rows: int) -> None:
+            """There and back."""
+            x, slopes = inputs[p.shape[1]][:rows], inputs[p.shape[0]][:rows]
+            products.write(outputs[p.shape[0]][:rows], x, p)
+            products.write(outputs[p.shape[1]][:rows], slopes, p.t())
 
         def once() -> Tensor:
             for _ in range(steps):
                 for p in serial:
-                    torch.mm(inputs[p.shape[1]][:BATCH], p.t())
-                    torch.mm(inputs[p.shape[0]][:BATCH], p)
+                    times(p, BATCH)
             for name, p in matrices:
                 if name not in recurrent:
-                    torch.mm(inputs[p.shape[1]], p.t())
-                    torch.mm(inputs[p.shape[0]], p)
-                torch.mm(inputs[p.shape[1]].t(), inputs[p.shape[0]])
+                    times(p, steps * BATCH)
+                products.outer(*(inputs[size].unsqueeze(0) for size in p.shape), p.dtype)
             return inputs[n]
 
         return once

@@ -73,6 +73,15 @@ def tanh_back(d: Tensor, slope: Tensor, value: Tensor) -> None:
     torch.ops.aten.tanh_backward.grad_input(slope, value, grad_input=d)
 
 
+def tanh(x: Tensor, out: Tensor) -> None:
+    """Writes 2σ(2x) − 1, which is tanh to a rounding error of 1 and takes as little as a fifth of `torch.tanh`'s time.
+
+    The latter goes through MKL's vector functions, which are slow on processors other than Intel's. An argument that is
+    the sum of a product carries an error of that size already.
+    """
+    torch.mul(x, 2, out=out).sigmoid_().mul_(2).sub_(1)
+
+
 class RNN(Pointwise):
     """h' = f(z), f = tanh or relu."""
 
@@ -84,7 +93,7 @@ class RNN(Pointwise):
     def forward(self, s: Step, w: Params) -> None:
         """Writes h'."""
         if self.activation == "tanh":
-            torch.tanh(s.z[0], out=s.h_next)
+            tanh(s.z[0], s.h_next)
         else:
             torch.clamp(s.z[0], min=0, out=s.h_next)
 
@@ -113,9 +122,9 @@ class LSTM(Pointwise):
         i, f, o, a = (s.z[k] for k in self.order)
         if not self.core:
             o.sigmoid_()
-            a.tanh_()
+            tanh(a, a)
         torch.mul(f, s.c, out=s.c_next).addcmul_(i, a)
-        torch.tanh(s.c_next, out=s.kept)
+        tanh(s.c_next, s.kept)
         torch.mul(o, s.kept, out=s.h_next)
 
     def factors(self, d: Sequence[Tensor], s: Step, w: Params) -> tuple[Tensor | None, Tensor | None]:
@@ -142,7 +151,7 @@ class FastGRNN(Pointwise):
         """As h' = f∘(h − βa) + (β + κ)a."""
         f, a = s.z
         if not self.core:
-            a.tanh_()
+            tanh(a, a)
         torch.addcmul(s.h, a, w["minus_beta"], out=s.h_next).mul_(f).addcmul_(a, w["share"])
 
     def factors(self, d: Sequence[Tensor], s: Step, w: Params) -> tuple[Tensor | None, Tensor | None]:
@@ -180,7 +189,7 @@ class GRU(Pointwise):
         a, r, i = s.z[:3] if self.after else (s.z[2], *s.z[:2])
         if self.after:
             a.addcmul_(r, s.z[3])
-        a.tanh_()
+        tanh(a, a)
         torch.lerp(*((a, s.h) if self.kept else (s.h, a)), i, out=s.h_next)
 
     def factors(self, d: Sequence[Tensor], s: Step, w: Params) -> tuple[Tensor | None, Tensor | None]:
