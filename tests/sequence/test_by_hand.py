@@ -12,6 +12,7 @@ from torch.func import functional_call, grad, vmap
 from l2lopt import cells, sequence
 from l2lopt.errors import UserError
 from l2lopt.sequence import by_hand, loop, run, torch_lstm
+from l2lopt.sequence.by_hand import products
 
 COVERED = {label: make for label, make in CELLS.items() if not label.startswith("coupled")}
 """All but the cells over pairs."""
@@ -58,15 +59,28 @@ def test_equals_the_loop_with_all_slopes(label, reverse, lengths):
     assert_equals_the_loop(cell, given, lengths, reverse, tolerance=1e-11)
 
 
-@each_cell
-def test_equals_the_loop_in_single_precision(label):
-    """To 1e-5 of each slope's largest number, at PyTorch's initial values."""
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
+@pytest.mark.parametrize("name", cells.CELLS)
+def test_equals_the_loop_in_single_precision(name, packed, monkeypatch):
+    """To 1e-5 of each slope's largest number, at PyTorch's initial values, with and without packed products."""
     torch.manual_seed(0)
-    name, _, rest = label.partition(" ")
-    options = {} if not rest else None
-    cell = cells.make(name, 21, 21 if name in SQUARE else 37) if options == {} else COVERED[label]()
-    given = arguments(cell, 35, (5,), torch.float32)
-    assert_equals_the_loop(cell, given, tolerance=1e-5)
+    if packed and not products.packs():
+        pytest.skip("this PyTorch has no packed product of the form used")
+    monkeypatch.setattr(products, "packs", lambda: packed)
+    cell = cells.make(name, 67, 67 if name in SQUARE else 71)
+    assert (products.Repeated(torch.ones(71, 67)).packed is not None) == packed
+    assert_equals_the_loop(cell, arguments(cell, 20, (5,), torch.float32), tolerance=1e-5)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no grad", "inference"])
+@pytest.mark.parametrize("name", ["lstm", "ihc-lstm", "sru", "t-lstm"])
+def test_equals_the_loop_without_a_tape(name, mode):
+    cell = seeded(cells.make(name, M, M))
+    x = normal(4, M, 3)
+    with mode():
+        state = cell.initial_state(x[0])
+        assert sequence.backend(cell, x) == ("by-hand", None)
+        assert_close(run(cell, x, state), loop.run(cell, x, state), 1e-12)
 
 
 @each_cell

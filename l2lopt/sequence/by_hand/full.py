@@ -18,19 +18,19 @@ class Full(Feed):
         if "alone" in self.blocks:
             alone = self.part(self.z, "alone")
             alone.copy_(self.w["b_h"]) if "b_h" in self.w else alone.zero_()
-        self.gates = self.part(self.z, "product").unbind(0)
+        self.gates, self.r = self.part(self.z, "product").unbind(0), products.Repeated(self.w["R"])
 
     def step(self, t: int, h: Tensor) -> None:
         """R h."""
-        products.add(self.gates[t], h, self.w["R"])
+        self.r.add(self.gates[t], h)
 
     def prepare_back(self, d: Tensor) -> None:
         """Looks up the slopes of R h."""
-        self.d, self.slopes, self.r = d, self.part(d, "product").unbind(0), self.w["R"].t()
+        self.d, self.slopes, self.r = d, self.part(d, "product").unbind(0), products.Repeated(self.w["R"].t())
 
     def step_back(self, t: int, dh: Tensor) -> None:
         """Rᵀ d."""
-        products.add(dh, self.slopes[t], self.r)
+        self.r.add(dh, self.slopes[t])
 
     def weight_slopes(self) -> Params:
         """Of W, R and the biases."""
@@ -56,29 +56,29 @@ class ResetBefore(Feed):
         m = self.h.shape[2]
         self.gates, self.reset = self.part(self.z, "product").unbind(0), self.z[..., :m].unbind(0)
         self.candidate, self.rh = self.part(self.z, "candidate").unbind(0), self.buffer("rh", m).unbind(0)
-        self.r_gates, self.r_a = self.w["R"].split([2 * m, m])
+        self.r_gates, self.r_a = (products.Repeated(r) for r in self.w["R"].split([2 * m, m]))
 
     def step(self, t: int, h: Tensor) -> None:
         """r, i = σ(…) and the argument of a."""
-        products.add(self.gates[t], h, self.r_gates)
+        self.r_gates.add(self.gates[t], h)
         self.gates[t].sigmoid_()
         torch.mul(self.reset[t], h, out=self.rh[t])
-        products.add(self.candidate[t], self.rh[t], self.r_a)
+        self.r_a.add(self.candidate[t], self.rh[t])
 
     def prepare_back(self, d: Tensor) -> None:
         """Looks up the slopes; those of r are still factors of the slope of r∘h."""
         m = self.h.shape[2]
         self.d, self.d_gates, self.d_reset = d, self.part(d, "product").unbind(0), d[..., :m].unbind(0)
         self.d_candidate, self.reset = self.part(d, "candidate").unbind(0), self.z[..., :m].unbind(0)
-        self.r_gates, self.r_a = (r.t() for r in self.w["R"].split([2 * m, m]))
+        self.r_gates, self.r_a = (products.Repeated(r.t()) for r in self.w["R"].split([2 * m, m]))
         self.d_rh = products.room(self.h, *self.h.shape[1:])
 
     def step_back(self, t: int, dh: Tensor) -> None:
         """R_Aᵀ d_a is the slope of r∘h; then Rᵀ d."""
-        products.write(self.d_rh, self.d_candidate[t], self.r_a)
+        self.r_a.write(self.d_rh, self.d_candidate[t])
         self.d_reset[t].mul_(self.d_rh)
         dh.addcmul_(self.d_rh, self.reset[t])
-        products.add(dh, self.d_gates[t], self.r_gates)
+        self.r_gates.add(dh, self.d_gates[t])
 
     def weight_slopes(self) -> Params:
         """Of W, R and the bias."""

@@ -13,6 +13,9 @@ from l2lopt.sequence.by_hand import products
 from l2lopt.sequence.by_hand.feed import Feed
 from l2lopt.types import Params
 
+REPEATED = ("W_v", "U", "J", "gamma")
+"""The weights that every step multiplies with, there and back."""
+
 
 class Simplified(Feed):
     """σ(W v + b) and W_A x; how v comes about is left to the two kinds."""
@@ -22,11 +25,12 @@ class Simplified(Feed):
         products.write(self.part(self.z, "candidate").flatten(0, 1), self.x.flatten(0, 1), self.w["W_A"])
         self.gates, self.xs = self.part(self.z, "product").unbind(0), self.x.unbind(0)
         self.v = self.buffer("v", self.x.shape[2]).unbind(0)
+        self.there = {name: products.Repeated(self.w[name]) for name in REPEATED if name in self.w}
 
     def step(self, t: int, h: Tensor) -> None:
         """W v + b."""
         self.mix(t, h)
-        products.write(self.gates[t], self.v[t], self.w["W_v"], self.w.get("b"))
+        self.there["W_v"].write(self.gates[t], self.v[t], self.w.get("b"))
 
     @abstractmethod
     def mix(self, t: int, h: Tensor) -> None:
@@ -34,13 +38,14 @@ class Simplified(Feed):
 
     def prepare_back(self, d: Tensor) -> None:
         """Room for dv."""
-        self.d, self.slopes, self.w_v = d, self.part(d, "product").unbind(0), self.w["W_v"].t()
+        self.d, self.slopes = d, self.part(d, "product").unbind(0)
+        self.back = {name: products.Repeated(self.w[name].t()) for name in REPEATED if name in self.w}
         self.dv = products.room(d, *self.x.shape)
         self.dvs = self.dv.unbind(0)
 
     def step_back(self, t: int, dh: Tensor) -> None:
         """Wᵀ d is dv."""
-        products.write(self.dvs[t], self.slopes[t], self.w_v)
+        self.back["W_v"].write(self.dvs[t], self.slopes[t])
         self.mix_back(t, dh)
 
     @abstractmethod
@@ -65,15 +70,11 @@ class Residual(Simplified):
 
     def mix(self, t: int, h: Tensor) -> None:
         """Writes v."""
-        u = self.w["U"]
-        if u.dtype == h.dtype:
-            torch.addmm(self.xs[t], h, u.t(), out=self.v[t])
-        else:
-            torch.add(self.xs[t], h.to(u.dtype) @ u.t(), out=self.v[t])
+        self.there["U"].write(self.v[t], h, self.xs[t])
 
     def mix_back(self, t: int, dh: Tensor) -> None:
         """Uᵀ dv."""
-        products.add(dh, self.dvs[t], self.w["U"].t())
+        self.back["U"].add(dh, self.dvs[t])
 
     def weight_slopes(self) -> Params:
         """And of U."""
@@ -103,13 +104,13 @@ class Highway(Simplified):
         """Writes u, g and v."""
         u, g = self.u[t], self.g[t]
         if "J" in self.w:
-            products.add(self.both[t], h, self.w["J"])
+            self.there["J"].add(self.both[t], h)
         else:
             if "omega" in self.w:
                 torch.mul(h, self.w["omega"], out=u)
             else:
-                products.write(u, h, self.w["U"])
-            products.add(g, u if "on_u" in self.blocks else h, self.w["gamma"])
+                self.there["U"].write(u, h)
+            self.there["gamma"].add(g, u if "on_u" in self.blocks else h)
         torch.lerp(self.xs[t], u, g.sigmoid_(), out=self.v[t])
 
     def prepare_back(self, d: Tensor) -> None:
@@ -128,13 +129,13 @@ class Highway(Simplified):
         """The slopes of u and g's argument, and through them that of h."""
         self.d_pairs[t].mul_(self.dvs[t].unsqueeze(1))
         if "J" in self.w:
-            products.add(dh, self.d_boths[t], self.w["J"].t())
+            self.back["J"].add(dh, self.d_boths[t])
             return
-        products.add(self.d_u[t] if "on_u" in self.blocks else dh, self.d_g[t], self.w["gamma"].t())
+        self.back["gamma"].add(self.d_u[t] if "on_u" in self.blocks else dh, self.d_g[t])
         if "omega" in self.w:
             dh.addcmul_(self.d_u[t], self.w["omega"])
         else:
-            products.add(dh, self.d_u[t], self.w["U"].t())
+            self.back["U"].add(dh, self.d_u[t])
 
     def weight_slopes(self) -> Params:
         """And of J, or of U or ω and Γ, and of W_G and b_G."""

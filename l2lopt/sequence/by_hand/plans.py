@@ -81,9 +81,9 @@ def _fastgrnn(cell: Cell) -> Sweep:
 
 
 def _shares(beta: Tensor, kappa: Tensor | None) -> Params:
-    """−β and β + κ."""
-    beta = torch.sigmoid(beta)
-    return {"minus_beta": -beta, "share": beta if kappa is None else beta + torch.sigmoid(kappa)}
+    """β and κ, whose slopes the pass gives, and −β and β + κ, with which it computes."""
+    shares = {"beta": torch.sigmoid(beta)} | ({} if kappa is None else {"kappa": torch.sigmoid(kappa)})
+    return shares | {"minus_beta": -shares["beta"], "share": sum(shares.values(), torch.zeros_like(beta))}
 
 
 def _gru(cell: Cell) -> Sweep:

@@ -165,10 +165,11 @@ class FastGRNN(Pointwise):
         return None, f
 
     def scalars(self, dh: Tensor, s: Step) -> Params:
-        """Of −β and β + κ."""
+        """Of β and κ."""
         f, a = s.z
         slopes = dh * a
-        return {"minus_beta": (slopes * f).sum(), "share": slopes.sum()}
+        kappa = {} if self.core else {"kappa": slopes.sum()}
+        return {"beta": (slopes * (1 - f)).sum()} | kappa
 
 
 class GRU(Pointwise):
