@@ -79,19 +79,16 @@ class Problem:
         inputs = {size: torch.randn(steps * BATCH, size) for _, p in matrices for size in p.shape}
         outputs = {size: products.room(x, *x.shape) for size, x in inputs.items()}
 
-        def times(p: Tensor, rows: int) -> None:
-            """There and back."""
-            x, slopes = inputs[p.shape[1]][:rows], inputs[p.shape[0]][:rows]
-            products.write(outputs[p.shape[0]][:rows], x, p)
-            products.write(outputs[p.shape[1]][:rows], slopes, p.t())
+        there_and_back = [(product, q) for p in serial for q in (p, p.t()) for product in [products.Repeated(q)]]
 
         def once() -> Tensor:
             for _ in range(steps):
-                for p in serial:
-                    times(p, BATCH)
+                for product, p in there_and_back:
+                    product.write(outputs[p.shape[0]][:BATCH], inputs[p.shape[1]][:BATCH])
             for name, p in matrices:
                 if name not in recurrent:
-                    times(p, steps * BATCH)
+                    products.write(outputs[p.shape[0]], inputs[p.shape[1]], p)
+                    products.write(outputs[p.shape[1]], inputs[p.shape[0]], p.t())
                 products.outer(*(inputs[size].unsqueeze(0) for size in p.shape), p.dtype)
             return inputs[n]
 
