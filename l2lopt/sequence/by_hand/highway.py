@@ -1,4 +1,4 @@
-"""Cells whose gates see v, made of x and h (IRC and IHC): two dependent products a step.
+"""Cells whose gates see v, made of x and h (IRC and IHC): dependent products a step, two where v takes one.
 
 Nothing of W v can be taken out of the loop, and nothing of it need be: dv is the slope of x as it comes. What can be,
 W_A x (and W_G x), is. Weights: `W_v` [gM, N], `W_A` [M, N], perhaps the gates' bias `b`, and what makes v.
@@ -66,18 +66,26 @@ class Simplified(Feed):
 
 
 class Residual(Simplified):
-    """v = x + U h, with α in U [N, M]."""
+    """v = x + U h, with α in U [N, M], or v = x + ω∘h, with α in ω [N]: then one product a step."""
 
     def mix(self, t: int, h: Tensor) -> None:
         """Writes v."""
-        self.there["U"].write(self.v[t], h, self.xs[t])
+        if "omega" in self.w:
+            torch.addcmul(self.xs[t], h, self.w["omega"], out=self.v[t])
+        else:
+            self.there["U"].write(self.v[t], h, self.xs[t])
 
     def mix_back(self, t: int, dh: Tensor) -> None:
-        """Uᵀ dv."""
-        self.back["U"].add(dh, self.dvs[t])
+        """Uᵀ dv, or ω∘dv."""
+        if "omega" in self.w:
+            dh.addcmul_(self.dvs[t], self.w["omega"])
+        else:
+            self.back["U"].add(dh, self.dvs[t])
 
     def weight_slopes(self) -> Params:
-        """And of U."""
+        """And of U or ω."""
+        if "omega" in self.w:
+            return super().weight_slopes() | {"omega": (self.dv * self.h).sum((0, 1))}
         return super().weight_slopes() | {"U": self.outer(self.dv, self.h, "U")}
 
 

@@ -37,7 +37,7 @@ def plan(cell: Cell, fold: bool = False) -> Sweep | str:
     Args:
         cell: the step.
         fold: whether an IRC cell may be folded into R = W diag(α) U_V, one product a step instead of two, where that is
-            less work within the steps. It is more work altogether: in two products W v needs neither a product over
+            less work within the steps: N ≥ gM/(1 + g), g gates. It is more work altogether: in two products W v needs neither a product over
             all time beforehand nor one for dx, and on a CPU they are 1.0 to 3 times as fast, forward and backward.
             A GPU, which waits for launches, is another matter.
     """
@@ -109,7 +109,7 @@ def _gru(cell: Cell) -> Sweep:
 
 
 def _simplified(cell: Simplified, p: Pointwise, fold: bool) -> Sweep:
-    """An IRC cell folded or as it is, one with ω_V∘h always folded; an IHC cell as it is."""
+    """An IRC cell folded or as it is; an IHC cell as it is."""
     gates, n, m = cell.core.gates, cell.input_size, cell.hidden_size
     diagonal = cell.core.diagonal
     blocks = {"product": (0, gates), "candidate": (gates, gates + 1)}
@@ -118,11 +118,11 @@ def _simplified(cell: Simplified, p: Pointwise, fold: bool) -> Sweep:
         return Recurrent(
             p, highway.Highway, blocks | on_u, partial(_highway, diagonal=diagonal, joined=not on_u and not diagonal)
         )
-    if diagonal or (fold and n * (1 + gates) >= gates * m):
+    if fold and (diagonal or n * (1 + gates) >= gates * m):
         return Recurrent(
             p, Full, {"hoisted": (0, gates + 1), "product": (0, gates)}, partial(_folded, diagonal=diagonal)
         )
-    return Recurrent(p, highway.Residual, blocks, _residual)
+    return Recurrent(p, highway.Residual, blocks, partial(_residual, diagonal=diagonal))
 
 
 def _core(w: Params) -> Params:
@@ -138,9 +138,9 @@ def _core(w: Params) -> Params:
     return found
 
 
-def _residual(w: Params) -> Params:
-    alpha = torch.sigmoid(w["highway.alpha"])
-    return _core(w) | {"U": alpha.unsqueeze(1) * w["highway.feedback.weight_h"]}
+def _residual(w: Params, diagonal: bool) -> Params:
+    alpha, back = torch.sigmoid(w["highway.alpha"]), w["highway.feedback.weight_h"]
+    return _core(w) | ({"omega": alpha * torch.tanh(back)} if diagonal else {"U": alpha.unsqueeze(1) * back})
 
 
 def _folded(w: Params, diagonal: bool) -> Params:
