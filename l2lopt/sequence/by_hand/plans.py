@@ -37,9 +37,9 @@ def plan(cell: Cell, fold: bool = False) -> Sweep | str:
     Args:
         cell: the step.
         fold: whether an IRC cell may be folded into R = W diag(α) U_V, one product a step instead of two, where that is
-            less work within the steps: N ≥ gM/(1 + g), g gates. It is more work altogether: in two products W v needs neither a product over
-            all time beforehand nor one for dx, and on a CPU they are 1.0 to 3 times as fast, forward and backward.
-            A GPU, which waits for launches, is another matter.
+            less work within the steps: N ≥ gM/(1 + g), g gates. It is more work altogether: in two products W v needs
+            neither a product over all time beforehand nor one for dx, and on a CPU they are 1.0 to 3 times as fast,
+            forward and backward. A GPU, which waits for launches, is another matter.
     """
     if type(cell) is Simplified:
         core = CORES.get(type(cell.core))
