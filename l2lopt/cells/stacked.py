@@ -31,11 +31,12 @@ class Stacked(Cell):
         """One time step through all layers."""
         self.check(x, state)
         after: CellState = {}
-        for index, layer in enumerate(self._cells()):
+        for index, layer in enumerate(self.cells()):
             own = {name.removeprefix(f"{index}."): v for name, v in state.items() if name.startswith(f"{index}.")}
             x, own = layer(x, own)
             after |= {f"{index}.{name}": value for name, value in own.items()}
         return x, after
 
-    def _cells(self) -> list[Cell]:
+    def cells(self) -> list[Cell]:
+        """The layers, the lowest first."""
         return list(self.layers)  # type: ignore[arg-type]  # a ModuleList forgets what its modules are

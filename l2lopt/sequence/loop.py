@@ -1,7 +1,7 @@
-"""The plain loop of one cell over time. A faster path has the same signature."""
+"""The plain loop of one cell over time: the reference of every faster way, which has the same signature."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from l2lopt.cells import Cell, CellState
 
@@ -40,20 +40,3 @@ def run(
     if not outputs:
         return x.new_zeros(0, cell.hidden_size, *x.shape[2:]), state
     return torch.stack(outputs[::-1] if reverse else outputs), state
-
-
-class Direction(nn.Module):
-    """A cell and the direction in which it goes through time, as a module: `run` with masked weights is one call of it.
-
-    Args:
-        cell: the step.
-        reverse: whether it goes from the last step to the first.
-    """
-
-    def __init__(self, cell: Cell, reverse: bool) -> None:
-        super().__init__()
-        self.cell, self.reverse = cell, reverse
-
-    def forward(self, x: Tensor, state: CellState, lengths: Tensor | None) -> tuple[Tensor, CellState]:
-        """`run`."""
-        return run(self.cell, x, state, lengths, self.reverse)

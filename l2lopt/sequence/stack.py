@@ -11,8 +11,8 @@ from torch.nn.utils.rnn import PackedSequence
 from l2lopt.cells import Cell
 from l2lopt.errors import UserError
 from l2lopt.sequence import masks as m
+from l2lopt.sequence.backends import Direction, backend, check_backend
 from l2lopt.sequence.checks import check_input, check_layers, width
-from l2lopt.sequence.loop import Direction
 from l2lopt.sequence.padding import Lengths, check_lengths, pack_like, unpack
 from l2lopt.sequence.states import StackState, join, split
 
@@ -31,9 +31,11 @@ class Stack(nn.Module):
         dropout: p in [0, 1) between layers.
         weight_drop: weight of the cells → p in [0, 1); each cell that has the weight drops it.
         batch_first: x is [B, T, N] and the output [B, T, M] instead of [T, B, N] and [T, B, M]. States are not touched.
+        backend: the way through time: "auto", "fast" or "loop", see `backends.run`.
 
     Raises:
-        UserError: for no layers, other than 1 or 2 directions, sizes that do not chain, a share or a name out of range.
+        UserError: for no layers, other than 1 or 2 directions, sizes that do not chain, a share or a name out of range,
+            an unknown backend.
     """
 
     def __init__(
@@ -42,11 +44,14 @@ class Stack(nn.Module):
         dropout: float = 0.0,
         weight_drop: Mapping[str, float] | None = None,
         batch_first: bool = False,
+        backend: str = "auto",
     ) -> None:
         super().__init__()
         check_layers(layers)
+        check_backend(backend)
         self.layers = nn.ModuleList(
-            nn.ModuleList(Direction(cell, reverse=k == 1) for k, cell in enumerate(layer)) for layer in layers
+            nn.ModuleList(Direction(cell, reverse=k == 1, choice=backend) for k, cell in enumerate(layer))
+            for layer in layers
         )
         self.input_size = layers[0][0].input_size
         self.widths = [width(layer) for layer in layers]
@@ -93,6 +98,20 @@ class Stack(nn.Module):
             x = x.movedim(-2, 0)
         return self._draw(x, generator)
 
+    def backends(self, x: Tensor, lengths: Lengths | None = None) -> dict[str, tuple[str, str | None]]:
+        """The way that "auto" takes for a call on x at this moment, and why it is the loop, where it is.
+
+        `"layer.direction"` → (name, reason), see `backends.backend`.
+        """
+        steps, *batch = (x.movedim(-2, 0) if self.batch_first else x).shape[:-1]
+        some = None if lengths is None else torch.empty(batch)
+        one = x.new_empty(1)
+        return {
+            f"{i}.{k}": backend(direction.cell, one.expand(steps, direction.cell.input_size, *batch), some)
+            for i, layer in enumerate(self._grid())
+            for k, direction in enumerate(layer)
+        }
+
     def _run(
         self, x: Tensor, state: StackState | None, lengths: Lengths | None, masks: Mapping[str, Tensor] | None
     ) -> tuple[Tensor, StackState]:
@@ -115,7 +134,7 @@ class Stack(nn.Module):
                 output, final = functional_call(direction, weights, (x, next(states), alive))
                 outputs.append(output)
                 finals.append(final)
-            x = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
+            x = torch.cat([o.movedim(1, -1) for o in outputs], -1).movedim(-1, 1) if len(outputs) > 1 else outputs[0]
             if f"dropout.{i}" in masks:
                 x = x * masks[f"dropout.{i}"].movedim(-1, 1)
         return x.movedim(1, -1).contiguous(), join(finals)

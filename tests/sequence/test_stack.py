@@ -204,3 +204,22 @@ def test_a_stack_over_pairs_swaps_with_its_sides():
     output, final = stack(x)
     assert output.shape == (5, 2, 3, M)
     assert_close(stack(x.flip(1)), (output.flip(1), final.flip(1)))
+
+
+@pytest.mark.parametrize(("name", "expected"), [("lstm", 20_200_800), ("ihc-lstm", 16_262_700)])
+def test_the_last_layer_may_have_a_size_of_its_own(name, expected):
+    """The language models of Kuo et al. 2020, 400 → 1150 → 1150 → 400, with their counts."""
+    with torch.device("meta"):
+        stack = sequence.make(name, 400, 1150, 3, output_size=400)
+    assert [(layer[0].cell.input_size, layer[0].cell.hidden_size) for layer in stack.layers] == [
+        (400, 1150),
+        (1150, 1150),
+        (1150, 400),
+    ]
+    assert sum(parameter.numel() for parameter in stack.parameters()) == expected
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_size_of_its_own_is_per_direction(layers):
+    stack = seeded(sequence.make("lstm", N, M, layers, output_size=2, bidirectional=True))
+    assert stack(normal(5, 3, N))[0].shape == (5, 3, 4)

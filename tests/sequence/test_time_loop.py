@@ -1,4 +1,4 @@
-"""The loop over time: order, lengths, no steps; for any cell."""
+"""The ways through time, the plain loop and the one that is chosen: order, lengths, no steps; for any cell."""
 
 import pytest
 import torch
@@ -7,8 +7,9 @@ from laws import assert_close, assert_same
 from stacks import GRU, Delayed, Elman, M, N
 
 from l2lopt import cells
-from l2lopt.sequence import run
+from l2lopt.sequence import loop, run
 
+WAYS = {"loop": loop.run, "auto": run}
 OWN = {"own gru": GRU, "own elman": Elman, "own delayed": Delayed}
 
 
@@ -18,7 +19,8 @@ def made(name):
 
 
 each_cell = pytest.mark.parametrize("name", [*OWN, *cells.CELLS])
-each_way = pytest.mark.parametrize("reverse", [False, True], ids=["forward", "backward"])
+each_way = pytest.mark.parametrize("run", WAYS.values(), ids=WAYS)
+both_directions = pytest.mark.parametrize("reverse", [False, True], ids=["forward", "backward"])
 
 
 def start(cell, batch):
@@ -30,8 +32,9 @@ def start(cell, batch):
 
 @each_cell
 @each_way
+@both_directions
 @pytest.mark.parametrize("batch", [(), (3,), (2, 3)], ids=str)
-def test_is_the_cell_step_by_step(name, reverse, batch):
+def test_is_the_cell_step_by_step(run, name, reverse, batch):
     cell = made(name)
     x, state = normal(4, cell.input_size, *batch), start(cell, batch)
     outputs, final = run(cell, x, state, reverse=reverse)
@@ -44,7 +47,8 @@ def test_is_the_cell_step_by_step(name, reverse, batch):
 
 @each_cell
 @each_way
-def test_lengths_run_each_sequence_alone(name, reverse):
+@both_directions
+def test_lengths_run_each_sequence_alone(run, name, reverse):
     """Whatever the padding holds."""
     cell, lengths = made(name), [4, 0, 1, 7]
     x, state = normal(7, cell.input_size, 4), start(cell, (4,))
@@ -64,7 +68,8 @@ def test_lengths_run_each_sequence_alone(name, reverse):
 
 
 @each_cell
-def test_no_steps_give_the_state_back(name):
+@each_way
+def test_no_steps_give_the_state_back(run, name):
     cell = made(name)
     state = start(cell, (3,))
     outputs, final = run(cell, normal(0, cell.input_size, 3), state)
@@ -73,7 +78,8 @@ def test_no_steps_give_the_state_back(name):
 
 
 @each_cell
-def test_changes_nothing(name):
+@each_way
+def test_changes_nothing(run, name):
     cell = made(name)
     x, state = normal(3, cell.input_size, 2), start(cell, (2,))
     before = x.clone(), {key: value.clone() for key, value in state.items()}
@@ -82,7 +88,8 @@ def test_changes_nothing(name):
 
 
 @each_cell
-def test_pieces_make_the_whole(name):
+@each_way
+def test_pieces_make_the_whole(run, name):
     cell = made(name)
     x, state = normal(7, cell.input_size, 2), start(cell, (2,))
     outputs, final = run(cell, x, state)

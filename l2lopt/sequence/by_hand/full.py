@@ -1,0 +1,93 @@
+"""W x + b out of the time loop, and one full product R h a step in it; or two, with a reset gate between them."""
+
+import torch
+from torch import Tensor
+
+from l2lopt.sequence.by_hand import products
+from l2lopt.sequence.by_hand.feed import Feed
+from l2lopt.types import Params
+
+
+class Full(Feed):
+    """R h added to W x + b: one product a step. Weights: `W`, `R`, perhaps `b`, and `b_h` for blocks without W."""
+
+    def hoist(self) -> None:
+        """W x + b."""
+        out = self.part(self.z, "hoisted").flatten(0, 1)
+        products.write(out, self.x.flatten(0, 1), self.w["W"], self.w.get("b"))
+        if "alone" in self.blocks:
+            alone = self.part(self.z, "alone")
+            alone.copy_(self.w["b_h"]) if "b_h" in self.w else alone.zero_()
+        self.gates, self.r = self.part(self.z, "product").unbind(0), products.Repeated(self.w["R"])
+
+    def step(self, t: int, h: Tensor) -> None:
+        """R h."""
+        self.r.add(self.gates[t], h)
+
+    def prepare_back(self, d: Tensor) -> None:
+        """Looks up the slopes of R h."""
+        self.d, self.slopes, self.r = d, self.part(d, "product").unbind(0), products.Repeated(self.w["R"].t())
+
+    def step_back(self, t: int, dh: Tensor) -> None:
+        """Rᵀ d."""
+        self.r.add(dh, self.slopes[t])
+
+    def weight_slopes(self) -> Params:
+        """Of W, R and the biases."""
+        hoisted, product = self.part(self.d, "hoisted"), self.part(self.d, "product")
+        slopes = {"W": self.outer(hoisted, self.x, "W"), "R": self.outer(product, self.h, "R")}
+        if "b" in self.w:
+            slopes["b"] = hoisted.sum((0, 1))
+        if "b_h" in self.w:
+            slopes["b_h"] = self.part(self.d, "alone").sum((0, 1))
+        return slopes
+
+    def input_slopes(self) -> Tensor:
+        """Wᵀ d."""
+        return products.back(self.part(self.d, "hoisted"), self.w["W"])
+
+
+class ResetBefore(Feed):
+    """Table I's GRU: two dependent products a step, R h into r and i, then R_A (r∘h) into a; weights as in `Full`."""
+
+    def hoist(self) -> None:
+        """W x + b."""
+        products.write(self.z.flatten(0, 1), self.x.flatten(0, 1), self.w["W"], self.w.get("b"))
+        m = self.h.shape[2]
+        self.gates, self.reset = self.part(self.z, "product").unbind(0), self.z[..., :m].unbind(0)
+        self.candidate, self.rh = self.part(self.z, "candidate").unbind(0), self.buffer("rh", m).unbind(0)
+        self.r_gates, self.r_a = (products.Repeated(r) for r in self.w["R"].split([2 * m, m]))
+
+    def step(self, t: int, h: Tensor) -> None:
+        """r, i = σ(…) and the argument of a."""
+        self.r_gates.add(self.gates[t], h)
+        self.gates[t].sigmoid_()
+        torch.mul(self.reset[t], h, out=self.rh[t])
+        self.r_a.add(self.candidate[t], self.rh[t])
+
+    def prepare_back(self, d: Tensor) -> None:
+        """Looks up the slopes; those of r are still factors of the slope of r∘h."""
+        m = self.h.shape[2]
+        self.d, self.d_gates, self.d_reset = d, self.part(d, "product").unbind(0), d[..., :m].unbind(0)
+        self.d_candidate, self.reset = self.part(d, "candidate").unbind(0), self.z[..., :m].unbind(0)
+        self.r_gates, self.r_a = (products.Repeated(r.t()) for r in self.w["R"].split([2 * m, m]))
+        self.d_rh = products.room(self.h, *self.h.shape[1:])
+
+    def step_back(self, t: int, dh: Tensor) -> None:
+        """R_Aᵀ d_a is the slope of r∘h; then Rᵀ d."""
+        self.r_a.write(self.d_rh, self.d_candidate[t])
+        self.d_reset[t].mul_(self.d_rh)
+        dh.addcmul_(self.d_rh, self.reset[t])
+        self.r_gates.add(dh, self.d_gates[t])
+
+    def weight_slopes(self) -> Params:
+        """Of W, R and the bias."""
+        parts = ((self.part(self.d, "product"), self.h), (self.part(self.d, "candidate"), self.tape["rh"]))
+        slopes = {"W": self.outer(self.d, self.x, "W"), "R": torch.cat([self.outer(d, x, "R") for d, x in parts])}
+        if "b" in self.w:
+            slopes["b"] = self.d.sum((0, 1))
+        return slopes
+
+    def input_slopes(self) -> Tensor:
+        """Wᵀ d."""
+        return products.back(self.d, self.w["W"])

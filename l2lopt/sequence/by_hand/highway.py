@@ -1,0 +1,174 @@
+"""Cells whose gates see v, made of x and h (IRC and IHC): dependent products a step, two where v takes one.
+
+Nothing of W v can be taken out of the loop, and nothing of it need be: dv is the slope of x as it comes. What can be,
+W_A x (and W_G x), is. Weights: `W_v` [gM, N], `W_A` [M, N], perhaps the gates' bias `b`, and what makes v.
+"""
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from l2lopt.sequence.by_hand import products
+from l2lopt.sequence.by_hand.feed import Feed
+from l2lopt.types import Params
+
+REPEATED = ("W_v", "U", "J", "gamma")
+"""The weights that every step multiplies with, there and back."""
+
+
+class Simplified(Feed):
+    """σ(W v + b) and W_A x; how v comes about is left to the two kinds."""
+
+    def hoist(self) -> None:
+        """W_A x."""
+        products.write(self.part(self.z, "candidate").flatten(0, 1), self.x.flatten(0, 1), self.w["W_A"])
+        self.gates, self.xs = self.part(self.z, "product").unbind(0), self.x.unbind(0)
+        self.v = self.buffer("v", self.x.shape[2]).unbind(0)
+        self.there = {name: products.Repeated(self.w[name]) for name in REPEATED if name in self.w}
+
+    def step(self, t: int, h: Tensor) -> None:
+        """W v + b."""
+        self.mix(t, h)
+        self.there["W_v"].write(self.gates[t], self.v[t], self.w.get("b"))
+
+    @abstractmethod
+    def mix(self, t: int, h: Tensor) -> None:
+        """Writes v."""
+
+    def prepare_back(self, d: Tensor) -> None:
+        """Room for dv."""
+        self.d, self.slopes = d, self.part(d, "product").unbind(0)
+        self.back = {name: products.Repeated(self.w[name].t()) for name in REPEATED if name in self.w}
+        self.dv = products.room(d, *self.x.shape)
+        self.dvs = self.dv.unbind(0)
+
+    def step_back(self, t: int, dh: Tensor) -> None:
+        """Wᵀ d is dv."""
+        self.back["W_v"].write(self.dvs[t], self.slopes[t])
+        self.mix_back(t, dh)
+
+    @abstractmethod
+    def mix_back(self, t: int, dh: Tensor) -> None:
+        """Adds to dh what comes from dv."""
+
+    def weight_slopes(self) -> Params:
+        """Of W, W_A and the gates' bias; those of what makes v are its own."""
+        gates, candidate = self.part(self.d, "product"), self.part(self.d, "candidate")
+        slopes = {"W_v": self.outer(gates, self.tape["v"], "W_v"), "W_A": self.outer(candidate, self.x, "W_A")}
+        if "b" in self.w:
+            slopes["b"] = gates.sum((0, 1))
+        return slopes
+
+    def input_slopes(self) -> Tensor:
+        """Through a, and dv through v, which is overwritten."""
+        return self.dv.add_(products.back(self.part(self.d, "candidate"), self.w["W_A"]))
+
+
+class Residual(Simplified):
+    """v = x + U h, with α in U [N, M], or v = x + ω∘h, with α in ω [N]: then one product a step."""
+
+    def mix(self, t: int, h: Tensor) -> None:
+        """Writes v."""
+        if "omega" in self.w:
+            torch.addcmul(self.xs[t], h, self.w["omega"], out=self.v[t])
+        else:
+            self.there["U"].write(self.v[t], h, self.xs[t])
+
+    def mix_back(self, t: int, dh: Tensor) -> None:
+        """Uᵀ dv, or ω∘dv."""
+        if "omega" in self.w:
+            dh.addcmul_(self.dvs[t], self.w["omega"])
+        else:
+            self.back["U"].add(dh, self.dvs[t])
+
+    def weight_slopes(self) -> Params:
+        """And of U or ω."""
+        if "omega" in self.w:
+            return super().weight_slopes() | {"omega": (self.dv * self.h).sum((0, 1))}
+        return super().weight_slopes() | {"U": self.outer(self.dv, self.h, "U")}
+
+
+class Highway(Simplified):
+    """g = σ(W_G x + b_G + Γ h); v = x + g∘(u − x), u = U h, or ω∘h with a vector ω; Γ may act on u instead of h.
+
+    u and g lie side by side, so that J = [U; Γ] is one product where Γ acts on h; its weights are `J`, else `U`, or
+    `omega`, and `gamma`; perhaps `W_G` and `b_G`. Γ acts on u if there is `on_u`.
+    """
+
+    def hoist(self) -> None:
+        """W_A x and W_G x + b_G."""
+        super().hoist()
+        n = self.x.shape[2]
+        both = self.buffer("u g", 2 * n)
+        self.u, self.g, self.both = both[..., :n].unbind(0), both[..., n:].unbind(0), both.unbind(0)
+        if "W_G" in self.w:
+            products.write(both[..., n:].flatten(0, 1), self.x.flatten(0, 1), self.w["W_G"], self.w["b_G"])
+            both[..., :n].zero_()
+        else:
+            both.zero_()
+
+    def mix(self, t: int, h: Tensor) -> None:
+        """Writes u, g and v."""
+        u, g = self.u[t], self.g[t]
+        if "J" in self.w:
+            self.there["J"].add(self.both[t], h)
+        else:
+            if "omega" in self.w:
+                torch.mul(h, self.w["omega"], out=u)
+            else:
+                self.there["U"].write(u, h)
+            self.there["gamma"].add(g, u if "on_u" in self.blocks else h)
+        torch.lerp(self.xs[t], u, g.sigmoid_(), out=self.v[t])
+
+    def prepare_back(self, d: Tensor) -> None:
+        """The factors of dv in the slopes of u and of g's argument."""
+        super().prepare_back(d)
+        n, both = self.x.shape[2], self.tape["u g"]
+        self.d_both = products.room(d, *both.shape)
+        u, g, d_u, d_g = self._halves()
+        d_u.copy_(g)
+        torch.sub(u, self.x, out=d_g)
+        torch.ops.aten.sigmoid_backward.grad_input(d_g, g, grad_input=d_g)
+        self.d_boths, self.d_pairs = self.d_both.unbind(0), self.d_both.unflatten(2, (2, n)).unbind(0)
+        self.d_u, self.d_g = d_u.unbind(0), d_g.unbind(0)
+
+    def mix_back(self, t: int, dh: Tensor) -> None:
+        """The slopes of u and g's argument, and through them that of h."""
+        self.d_pairs[t].mul_(self.dvs[t].unsqueeze(1))
+        if "J" in self.w:
+            self.back["J"].add(dh, self.d_boths[t])
+            return
+        self.back["gamma"].add(self.d_u[t] if "on_u" in self.blocks else dh, self.d_g[t])
+        if "omega" in self.w:
+            dh.addcmul_(self.d_u[t], self.w["omega"])
+        else:
+            self.back["U"].add(dh, self.d_u[t])
+
+    def weight_slopes(self) -> Params:
+        """And of J, or of U or ω and Γ, and of W_G and b_G."""
+        slopes = super().weight_slopes()
+        u, _, d_u, d_g = self._halves()
+        if "J" in self.w:
+            slopes["J"] = self.outer(self.d_both, self.h, "J")
+        else:
+            slopes["gamma"] = self.outer(d_g, u if "on_u" in self.blocks else self.h, "gamma")
+            if "omega" in self.w:
+                slopes["omega"] = (d_u * self.h).sum((0, 1))
+            else:
+                slopes["U"] = self.outer(d_u, self.h, "U")
+        if "W_G" in self.w:
+            slopes["W_G"], slopes["b_G"] = self.outer(d_g, self.x, "W_G"), d_g.sum((0, 1))
+        return slopes
+
+    def input_slopes(self) -> Tensor:
+        """Through a, g and v."""
+        _, g, _, d_g = self._halves()
+        self.dv.addcmul_(self.dv, g, value=-1)
+        if "W_G" in self.w:
+            self.dv.add_(products.back(d_g, self.w["W_G"]))
+        return super().input_slopes()
+
+    def _halves(self) -> tuple[Tensor, ...]:
+        """u, g and their slopes."""
+        return *self.tape["u g"].chunk(2, 2), *self.d_both.chunk(2, 2)

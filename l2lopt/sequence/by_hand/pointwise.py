@@ -1,0 +1,277 @@
+"""What each cell does element by element: a step forward, in place, and the slopes of all steps at once.
+
+z holds the arguments of the gates, side by side in blocks of M; a step overwrites them with the gates' values. The way
+back is linear in the slopes of h' and c' (here dh and dc), so that it comes in two parts. `factors` is what stands
+before them, for many steps in one call:
+
+    dc += k∘dh;   slope of a block = factor∘dh or factor∘dc (`by_h`, `by_c`);   direct slope of the state before.
+
+The serial part multiplies. σ'(z) = s(1 − s) for s = σ(z), tanh'(z) = 1 − a².
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from l2lopt.types import Params
+
+Span = tuple[int, int]
+"""Blocks from the first number up to, without it, the second."""
+
+
+class Step(NamedTuple):
+    """The quantities of one step [B, M], or of many [T, B, M]."""
+
+    z: Sequence[Tensor]
+    h: Tensor
+    c: Tensor
+    h_next: Tensor
+    c_next: Tensor
+    kept: Tensor
+    """One more quantity that the way back needs."""
+
+
+class Pointwise(ABC):
+    """The blocks of a cell, and what is done with them."""
+
+    blocks: int
+    sigmoid: Span = (0, 0)
+    """The blocks whose values are σ(z); whoever runs the steps applies it, in one call."""
+    by_h: tuple[Span, ...] = ()
+    by_c: tuple[Span, ...] = ()
+    with_c = False
+    with_kept = False
+    with_x = False
+    """Whether the last block is x itself."""
+
+    @abstractmethod
+    def forward(self, s: Step, w: Params) -> None:
+        """Writes h_next, c_next and kept, and the values of those blocks that `sigmoid` leaves."""
+
+    @abstractmethod
+    def factors(self, d: Sequence[Tensor], s: Step, w: Params) -> tuple[Tensor | None, Tensor | None]:
+        """Writes the factors into d, one block each; returns k and the factor of the direct path.
+
+        The direct path leads from c' to c where there is a c, else from h' to h; None stands for no such path.
+        """
+
+    def scalars(self, dh: Tensor, s: Step) -> Params:
+        """The slopes of weights that are no matrices, from those of all h'."""
+        return {}
+
+
+def sigmoid_back(d: Tensor, slope: Tensor, value: Tensor) -> None:
+    """Writes d = slope∘value∘(1 − value)."""
+    torch.ops.aten.sigmoid_backward.grad_input(slope, value, grad_input=d)
+
+
+def tanh_back(d: Tensor, slope: Tensor, value: Tensor) -> None:
+    """Writes d = slope∘(1 − value²)."""
+    torch.ops.aten.tanh_backward.grad_input(slope, value, grad_input=d)
+
+
+def tanh(x: Tensor, out: Tensor) -> None:
+    """Writes 2σ(2x) − 1, which is tanh to a rounding error of 1 and takes as little as a fifth of `torch.tanh`'s time.
+
+    The latter goes through MKL's vector functions, which are slow on processors other than Intel's. An argument that is
+    the sum of a product carries an error of that size already.
+    """
+    torch.mul(x, 2, out=out).sigmoid_().mul_(2).sub_(1)
+
+
+class RNN(Pointwise):
+    """h' = f(z), f = tanh or relu."""
+
+    blocks, by_h = 1, ((0, 1),)
+
+    def __init__(self, activation: str) -> None:
+        self.activation = activation
+
+    def forward(self, s: Step, w: Params) -> None:
+        """Writes h'."""
+        if self.activation == "tanh":
+            tanh(s.z[0], s.h_next)
+        else:
+            torch.clamp(s.z[0], min=0, out=s.h_next)
+
+    def factors(self, d: Sequence[Tensor], s: Step, w: Params) -> tuple[Tensor | None, Tensor | None]:
+        """Writes f'(z)."""
+        if self.activation == "tanh":
+            tanh_back(d[0], d[0].fill_(1), s.h_next)
+        else:
+            torch.gt(s.h_next, 0, out=d[0])
+        return None, None
+
+
+class LSTM(Pointwise):
+    """c' = f∘c + i∘a; h' = o∘tanh c'. The blocks i, f, a, o with a = tanh(z), or the core's f, i, o, a with a = z."""
+
+    blocks, with_c, with_kept = 4, True, True
+
+    def __init__(self, core: bool) -> None:
+        self.core, self.order = core, (1, 0, 2, 3) if core else (0, 1, 3, 2)
+        self.sigmoid = (0, 3) if core else (0, 2)
+        self.by_c = ((0, 2), (3, 4)) if core else ((0, 3),)
+        self.by_h = ((2, 3),) if core else ((3, 4),)
+
+    def forward(self, s: Step, w: Params) -> None:
+        """Writes c', tanh c' and h'."""
+        i, f, o, a = (s.z[k] for k in self.order)
+        if not self.core:
+            o.sigmoid_()
+            tanh(a, a)
+        torch.mul(f, s.c, out=s.c_next).addcmul_(i, a)
+        tanh(s.c_next, s.kept)
+        torch.mul(o, s.kept, out=s.h_next)
+
+    def factors(self, d: Sequence[Tensor], s: Step, w: Params) -> tuple[Tensor | None, Tensor | None]:
+        """With k = o(1 − tanh² c'); from c' to c it is f."""
+        (i, f, o, a), (di, df, do, da) = ([blocks[k] for k in self.order] for blocks in (s.z, d))
+        sigmoid_back(di, a, i)
+        sigmoid_back(df, s.c, f)
+        sigmoid_back(do, s.kept, o)
+        da.copy_(i) if self.core else tanh_back(da, i, a)
+        k = torch.empty_like(s.kept)
+        tanh_back(k, o, s.kept)
+        return k, f
+
+
+class FastGRNN(Pointwise):
+    """h' = f∘h + (β(1−f) + κ)∘a in the blocks f, a; a = tanh(z), or a = z and no κ in the core."""
+
+    blocks, sigmoid, by_h = 2, (0, 1), ((0, 2),)
+
+    def __init__(self, core: bool) -> None:
+        self.core = core
+
+    def forward(self, s: Step, w: Params) -> None:
+        """As h' = f∘(h − βa) + (β + κ)a."""
+        f, a = s.z
+        if not self.core:
+            tanh(a, a)
+        torch.addcmul(s.h, a, w["minus_beta"], out=s.h_next).mul_(f).addcmul_(a, w["share"])
+
+    def factors(self, d: Sequence[Tensor], s: Step, w: Params) -> tuple[Tensor | None, Tensor | None]:
+        """From h' to h it is f."""
+        (f, a), (df, da) = s.z, d
+        torch.addcmul(s.h, a, w["minus_beta"], out=df)
+        sigmoid_back(df, df, f)
+        torch.addcmul(w["share"], f, w["minus_beta"], out=da)
+        if not self.core:
+            tanh_back(da, da, a)
+        return None, f
+
+    def scalars(self, dh: Tensor, s: Step) -> Params:
+        """Of β and κ."""
+        f, a = s.z
+        slopes = dh * a
+        kappa = {} if self.core else {"kappa": slopes.sum()}
+        return {"beta": (slopes * (1 - f)).sum()} | kappa
+
+
+class GRU(Pointwise):
+    """h' = (1−i)∘h + i∘a, or i∘h + (1−i)∘a where i is a share kept.
+
+    Reset before the product: the blocks r, i, a with a = tanh(z) and z from r∘h, made by `ResetBefore`. Reset after:
+    the blocks a, r, i, q with a = tanh(z + r∘q).
+    """
+
+    def __init__(self, update: str, reset: str) -> None:
+        self.kept, self.after = update == "kept", reset == "after"
+        self.blocks = 4 if self.after else 3
+        self.sigmoid = (1, 3) if self.after else (0, 0)
+        self.by_h = ((0, 4),) if self.after else ((1, 3),)
+
+    def forward(self, s: Step, w: Params) -> None:
+        """Writes h'."""
+        a, r, i = s.z[:3] if self.after else (s.z[2], *s.z[:2])
+        if self.after:
+            a.addcmul_(r, s.z[3])
+        tanh(a, a)
+        torch.lerp(*((a, s.h) if self.kept else (s.h, a)), i, out=s.h_next)
+
+    def factors(self, d: Sequence[Tensor], s: Step, w: Params) -> tuple[Tensor | None, Tensor | None]:
+        """From h' to h it is the share kept; r's, with reset before, waits for the slope of r∘h."""
+        (a, r, i), (da, dr, di) = ((b[:3] if self.after else (b[2], *b[:2])) for b in (s.z, d))
+        share = 1 - i
+        torch.sub(*((s.h, a) if self.kept else (a, s.h)), out=di)
+        sigmoid_back(di, di, i)
+        tanh_back(da, share if self.kept else i, a)
+        if self.after:
+            torch.mul(da, r, out=d[3])
+            torch.mul(da, s.z[3], out=dr)
+            sigmoid_back(dr, dr, r)
+        else:
+            sigmoid_back(dr, s.h, r)
+        return None, i if self.kept else share
+
+
+class GRUCore(Pointwise):
+    """h' = (1−i)∘h + i∘(r∘a) in the blocks i, r, a; kept is r∘a."""
+
+    blocks, sigmoid, by_h, with_kept = 3, (0, 2), ((0, 3),), True
+
+    def forward(self, s: Step, w: Params) -> None:
+        """Writes h'."""
+        i, r, a = s.z
+        torch.mul(r, a, out=s.kept)
+        torch.lerp(s.h, s.kept, i, out=s.h_next)
+
+    def factors(self, d: Sequence[Tensor], s: Step, w: Params) -> tuple[Tensor | None, Tensor | None]:
+        """From h' to h it is 1 − i."""
+        (i, r, a), (di, dr, da) = s.z, d
+        torch.sub(s.kept, s.h, out=di)
+        sigmoid_back(di, di, i)
+        torch.mul(i, r, out=da)
+        torch.mul(i, a, out=dr)
+        sigmoid_back(dr, dr, r)
+        return None, 1 - i
+
+
+class SRUCore(Pointwise):
+    """c' = f∘c + (1−f)∘a; h' = p∘c' + (1−p)∘x in the blocks f, p, a, x."""
+
+    blocks, sigmoid, with_c, with_x = 4, (0, 2), True, True
+    by_c, by_h = ((0, 1), (2, 3)), ((1, 2), (3, 4))
+
+    def forward(self, s: Step, w: Params) -> None:
+        """Writes c' and h'."""
+        f, p, a, x = s.z
+        torch.lerp(a, s.c, f, out=s.c_next)
+        torch.lerp(x, s.c_next, p, out=s.h_next)
+
+    def factors(self, d: Sequence[Tensor], s: Step, w: Params) -> tuple[Tensor | None, Tensor | None]:
+        """With k = p; from c' to c it is f."""
+        (f, p, a, x), (df, dp, da, dx) = s.z, d
+        torch.sub(s.c, a, out=df)
+        sigmoid_back(df, df, f)
+        torch.sub(s.c_next, x, out=dp)
+        sigmoid_back(dp, dp, p)
+        torch.sub(1, f, out=da)
+        torch.sub(1, p, out=dx)
+        return p, f
+
+
+class TLSTMCore(Pointwise):
+    """c' = f∘c + (1−f)∘a; h' = o∘c' in the blocks f, o, a."""
+
+    blocks, sigmoid, with_c = 3, (0, 2), True
+    by_c, by_h = ((0, 1), (2, 3)), ((1, 2),)
+
+    def forward(self, s: Step, w: Params) -> None:
+        """Writes c' and h'."""
+        f, o, a = s.z
+        torch.lerp(a, s.c, f, out=s.c_next)
+        torch.mul(o, s.c_next, out=s.h_next)
+
+    def factors(self, d: Sequence[Tensor], s: Step, w: Params) -> tuple[Tensor | None, Tensor | None]:
+        """With k = o; from c' to c it is f."""
+        (f, o, a), (df, do, da) = s.z, d
+        torch.sub(s.c, a, out=df)
+        sigmoid_back(df, df, f)
+        sigmoid_back(do, s.c_next, o)
+        torch.sub(1, f, out=da)
+        return o, f
