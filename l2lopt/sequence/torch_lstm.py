@@ -11,14 +11,15 @@ def run(
 ) -> tuple[Tensor, CellState]:
     """What `loop.run` gives for an `LSTM` without lengths; any weights, masked ones too.
 
-    The gates lie in PyTorch's order; of its two biases the second is zero.
+    The gates lie in PyTorch's order; of its two biases the second is zero where the cell has one.
     """
     assert isinstance(cell, LSTM)
     assert lengths is None
     batch = x.shape[2:]
     rows = x.movedim(1, -1).reshape(x.shape[0], -1, x.shape[1])
     h, c = (state[name].movedim(0, -1).reshape(1, -1, cell.hidden_size) for name in ("h", "c"))
-    weights = [cell.weight_x, cell.weight_h, cell.bias, torch.zeros_like(cell.bias)]
+    second = torch.zeros_like(cell.bias) if cell.bias_h is None else cell.bias_h
+    weights = [cell.weight_x, cell.weight_h, cell.bias, second]
     outputs, h, c = torch.lstm(
         rows.flip(0) if reverse else rows,
         (h.contiguous(), c.contiguous()),

@@ -66,7 +66,10 @@ def _rnn(cell: Cell) -> Sweep:
 
 
 def _lstm(cell: Cell) -> Sweep:
-    return _full(pointwise.LSTM(core=False), _plain)
+    def prepare(w: Params) -> Params:
+        return _plain(w) | ({"b": w["bias"] + w["bias_h"]} if "bias_h" in w else {})
+
+    return _full(pointwise.LSTM(core=False), prepare)
 
 
 def _fastgrnn(cell: Cell) -> Sweep:
