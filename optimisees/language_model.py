@@ -93,6 +93,7 @@ class LanguageModel(Optimisee):
         shifted: whether each seed begins to read at a place of its own in the text, so that short runs see all of it.
         initial: `authors` sets the initial values of the cells' authors, see `cells.authors`.
         evaluation_tokens: read from the start of each text in evaluation; all by default.
+        backend: the layers' way through time, "auto", "fast" or "loop", see `sequence.Stack`.
         dtype: of the parameters.
         device: where the tensors live. Masks are drawn there: other kinds of devices draw other ones.
 
@@ -120,6 +121,7 @@ class LanguageModel(Optimisee):
         shifted: bool = False,
         initial: Literal["torch", "authors"] = "torch",
         evaluation_tokens: int | None = None,
+        backend: str = "auto",
         dtype: Literal["float32", "float64"] = "float32",
         device: str = "cpu",
     ) -> None:
@@ -134,7 +136,7 @@ class LanguageModel(Optimisee):
         self.texts = data if isinstance(data, Corpus) else corpus(data)
         self.cell, self.initial, self.weight_drop = cell, initial, check_share(f"{where}: weight_drop", weight_drop)
         self.sizes = [embedding_size, *[hidden_size] * (layers - 1), embedding_size]
-        self.activation, self.temporal = activation, temporal
+        self.activation, self.temporal, self.backend = activation, temporal, backend
         self.batch_size, self.window, self.variable, self.shifted = batch_size, window, variable, shifted
         self.evaluation_tokens, self.dtype, self.device = evaluation_tokens, getattr(torch, dtype), torch.device(device)
         with seeded(0):
@@ -273,7 +275,7 @@ class LanguageModel(Optimisee):
             remedy = f"set weight_drop to 0, or use one of {', '.join(RECURRENT)}"
             raise UserError("language-model", expected="a cell with weights to drop", found=repr(name), remedy=remedy)
         drop = dict.fromkeys(RECURRENT[name], self.weight_drop) if self.weight_drop else None
-        return Stack([[cell] for cell in made], weight_drop=drop).to(self.dtype).eval()
+        return Stack([[cell] for cell in made], weight_drop=drop, backend=self.backend).to(self.dtype).eval()
 
     def _blank(self, columns: int) -> Aux:
         """The states before a text, zero."""
