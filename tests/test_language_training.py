@@ -35,7 +35,7 @@ from implementations import TEXTS  # isort: skip
 
 ROOT = Path(__file__).parents[1]
 MODEL = partial(LanguageModel, TEXTS, "irc-gru", 3, 4, 2, batch_size=3, window=6, dtype="float64")
-needs_ptb = pytest.mark.skipif("L2LOPT_DATA" not in os.environ, reason="L2LOPT_DATA names no folder of data sets")
+needs_ptb = pytest.mark.skipif(not os.environ.get("L2LOPT_DATA"), reason="L2LOPT_DATA names no folder of data sets")
 
 
 @pytest.fixture

@@ -280,7 +280,7 @@ def test_crop_and_flip_give_pieces_of_the_padded_images_or_their_mirror_images()
     assert {mirrored for _, _, mirrored in seen} == {False, True}
 
 
-@pytest.mark.skipif("L2LOPT_DATA" not in os.environ, reason="L2LOPT_DATA names no folder of data sets")
+@pytest.mark.skipif(not os.environ.get("L2LOPT_DATA"), reason="L2LOPT_DATA names no folder of data sets")
 def test_the_real_mnist():
     data = images.load("mnist")
     assert data.train_inputs.shape[1:] == (1, 28, 28)
@@ -288,7 +288,7 @@ def test_the_real_mnist():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("L2LOPT_DATA" not in os.environ, reason="L2LOPT_DATA names no folder of data sets")
+@pytest.mark.skipif(not os.environ.get("L2LOPT_DATA"), reason="L2LOPT_DATA names no folder of data sets")
 def test_the_real_cifar10():
     data = images.load("cifar10")
     assert [tuple(part.shape) for part in data] == [(50_000, 3, 32, 32), (50_000,), (10_000, 3, 32, 32), (10_000,)]

@@ -1,0 +1,69 @@
+"""The learned optimisers that come with the package."""
+
+import pytest
+import torch
+
+import l2lopt
+from l2lopt import optimisers, weights
+from l2lopt.config import Config
+from l2lopt.errors import UserError
+from l2lopt.evaluation import run_free
+from optimisees import mlp
+
+from test_cli import called  # isort: skip
+
+NAMES = ["ihc-lstm", "lstm"]
+
+
+def test_they_are_listed():
+    assert l2lopt.list_weights() == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_header_says_how_they_were_made_and_what_they_are_worth(name):
+    header = weights.header(name)
+    training = header["training"]
+    config = Config.model_validate(training["config"])
+    assert config.optimiser["cell"] == header["optimiser"]["cell"] == name
+    assert min(training[key] for key in ("seconds", "inner_steps", "meta_updates", "best_update")) > 0
+    for rows in training["comparisons"].values():
+        shown = {row["optimiser"] for row in rows}
+        assert {"LSTM", "IHC-LSTM", "control: the rule without its network", "adam"} <= shown
+    assert (weights.HOME / f"{name}.safetensors").stat().st_size < 100_000
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_they_train_a_network_they_have_not_seen(name):
+    """In 100 steps further than Adam at its usual rate, and further than the same rule with an untrained network."""
+    problem = mlp([24, 24], "relu")
+    learned = weights.load(name)
+    fresh = optimisers.build({**learned.description, "seed": 1})
+    losses = {
+        label: float(run_free(rule, problem, [1, 2, 3], [100], ("train",)).losses["train"].mean())
+        for label, rule in {"learned": learned, "fresh": fresh, "adam": optimisers.make("adam", lr=1e-3)}.items()
+    }
+    assert losses["learned"] < 0.2 * losses["adam"]
+    assert losses["learned"] < losses["fresh"]
+
+
+def test_a_name_goes_wherever_a_file_does(tmp_path):
+    model = torch.nn.Linear(3, 2)
+    by_name = l2lopt.LearnedOptimizer(model.parameters(), "lstm")
+    by_path = l2lopt.LearnedOptimizer(model.parameters(), weights.HOME / "lstm.safetensors")
+    assert by_name.param_groups[0]["weights"] == by_path.param_groups[0]["weights"]
+    config = {"optimisee": {"name": "mlp", "hidden": [4]}, "optimiser": {"weights": "lstm"}, "train": {"steps": 3}}
+    assert l2lopt.train(config, tmp_path / "run").step == 3
+
+
+def test_a_name_that_is_none_is_refused_with_those_there_are():
+    with pytest.raises(UserError, match=r"ltsm: expected a learned optimiser.*one of ihc-lstm, lstm"):
+        l2lopt.load("ltsm")
+
+
+def test_the_command_line_shows_them(monkeypatch, capsys):
+    code, out, _ = called(monkeypatch, capsys, "weights")
+    assert code == 0
+    assert [line.partition(":")[0] for line in out.splitlines()] == NAMES
+    code, out, _ = called(monkeypatch, capsys, "weights", "lstm")
+    assert code == 0
+    assert "control" in out
