@@ -161,6 +161,24 @@ class Network(nn.Module):
         return Trail(canvases, windows, nothing, nothing)
 
 
+class Counts(NamedTuple):
+    """Parameters of a DRAW.
+
+    Attributes:
+        total: of all.
+        encoder: of its cell.
+        decoder: likewise.
+    """
+
+    total: int
+    encoder: int
+    decoder: int
+
+    def told(self) -> str:
+        """In a line."""
+        return f"{self.total:,} parameters, {self.encoder:,} of them the encoder's cell, {self.decoder:,} the decoder's"
+
+
 class Painting(NamedTuple):
     """Images as they come to be, in T steps.
 
@@ -370,10 +388,10 @@ class Draw(Optimisee):
             trail: Trail = functional_call(self.network, params, (z,))
         return trail
 
-    def counts(self) -> dict[str, int]:
-        """How many parameters there are: "total", "encoder" and "decoder" (of the cells alone)."""
-        parts = {"total": self.network, "encoder": self.network.encoder, "decoder": self.network.decoder}
-        return {name: sum(value.numel() for value in part.parameters()) for name, part in parts.items()}
+    def counts(self) -> Counts:
+        """How many parameters there are."""
+        parts = (self.network, self.network.encoder, self.network.decoder)
+        return Counts(*(sum(value.numel() for value in part.parameters()) for part in parts))
 
     def _terms(self, params: Params, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """−log p(x | z), the KL divergence and log p(z) − log q(z | x) of each image, [n] each."""

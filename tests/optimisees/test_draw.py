@@ -210,7 +210,7 @@ def test_decoders_of_the_paper(decoder, count):
     house_numbers = InMemory(*(torch.zeros(100, *s, dtype=torch.uint8) for s in ((3, 32, 32), ()) * 2))
     assert (choice.pop("name"), choice.pop("dataset")) == ("draw", "svhn")
     model = Draw(house_numbers, **{**choice, "decoder": decoder})
-    assert model.counts()["decoder"] == count
+    assert model.counts().decoder == count
     assert (model.steps, model.network.read.size, model.network.write.size) == (32, 12, 12)
 
 
