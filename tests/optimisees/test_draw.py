@@ -19,7 +19,7 @@ from l2lopt import cells
 from l2lopt import config as configs
 from l2lopt.config import TrainConfig
 from l2lopt.errors import UserError
-from optimisees import Draw, InMemory, draw
+from optimisees import Draw, InMemory, draw_network
 from optimisees.draw import half
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -356,8 +356,10 @@ def test_draws_per_weight_and_rounds_are_at_least_one():
 def test_generation_takes_the_fast_path(monkeypatch):
     """The loop over the cell's steps is not asked for."""
     model, found = small(decoder="ihc-lstm"), []
-    kept = draw.sequence.run
-    monkeypatch.setattr(draw.sequence, "run", lambda cell, x, state: found.append(x.shape) or kept(cell, x, state))
+    kept = draw_network.sequence.run
+    monkeypatch.setattr(
+        draw_network.sequence, "run", lambda cell, x, state: found.append(x.shape) or kept(cell, x, state)
+    )
     monkeypatch.setattr(type(model.network.decoder), "forward", None)
     model.sample(model.init(0)[0], 5)
     assert found == [(3, 3, 5)]
