@@ -58,19 +58,19 @@ def through(image, rows, columns):
 
 def onto(patch, rows, columns):
     """F_Yᵀ w F_X of one channel."""
-    size = len(rows)
-    return [
-        [sum(rows[i][y] * patch[i * size + j] * columns[j][x] for i in range(size) for j in range(size))
-         for x in range(len(columns[0]))]
-        for y in range(len(rows[0]))
-    ]  # fmt: skip
+    places = [(i, j) for i in range(len(rows)) for j in range(len(columns))]
+
+    def at(y, x):
+        return sum(rows[i][y] * patch[i * len(columns) + j] * columns[j][x] for i, j in places)
+
+    return [[at(y, x) for x in range(len(columns[0]))] for y in range(len(rows[0]))]
 
 
 def by_loops(model, params, image, noise, encoder, decoder, sizes):
     """(−log p(x | z), KL, canvases) of one image [C][B][A] under ε [T][Z], a number at a time."""
     phi = {name: value.tolist() for name, value in params.items()}
     own = {
-        part: {n.removeprefix(f"{part}."): v for n, v in phi.items() if n.startswith(part)}
+        part: {n.removeprefix(f"{part}."): v for n, v in phi.items() if n.startswith(f"{part}.")}
         for part in ("encoder", "decoder")
     }
     channels, height, width = len(image), len(image[0]), len(image[0][0])
@@ -105,7 +105,8 @@ def by_loops(model, params, image, noise, encoder, decoder, sizes):
             [[canvas[c][y][x] + added[c][y][x] for x in range(width)] for y in range(height)] for c in range(channels)
         ]
         canvases.append(canvas)
-    chances = [(image[c][y][x], oracles.sigmoid(canvas[c][y][x])) for c in range(channels) for y in range(height) for x in range(width)]  # fmt: skip  # noqa: E501
+    places = [(c, y, x) for c in range(channels) for y in range(height) for x in range(width)]
+    chances = [(image[c][y][x], oracles.sigmoid(canvas[c][y][x])) for c, y, x in places]
     return -sum(x * math.log(p) + (1 - x) * math.log(1 - p) for x, p in chances), kl, canvases
 
 
@@ -225,9 +226,8 @@ def test_configs_have_the_papers_sizes():
             assert choice["batch_size"] == 100
             assert config.train.clip == 5
             assert config.optimiser == {"name": "torch.optim.Adam", "lr": 1e-3, "betas": [0.5, 0.999]}
-    assert {path.stem for path in CONFIGS.glob("draw-*")} == {
-        "draw-small", *(f"draw-{name}-{decoder}" for name in wanted for decoder in ("lstm", "ihc-lstm"))
-    }  # fmt: skip
+    names = {f"draw-{name}-{decoder}" for name in wanted for decoder in ("lstm", "ihc-lstm")}
+    assert {path.stem for path in CONFIGS.glob("draw-*")} == names | {"draw-small"}
 
 
 def test_noise_is_fresh_in_training_and_fixed_in_evaluation():
