@@ -135,15 +135,19 @@ def train(
 
 @app.command()
 def sample(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a trained language model.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a trained language model or DRAW.")],
     prompt: Annotated[str, typer.Option("--prompt", help="What the text begins with.")] = "",
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Words, or characters, that follow.")] = 100,
     temperature: Annotated[float, typer.Option("--temperature", help="Above 1 bolder, 0: always the likeliest.")] = 1.0,
+    count: Annotated[int, typer.Option("--count", min=1, help="Images.")] = 8,
     seed: Annotated[int, typer.Option("--seed", help="Of the draws.")] = 0,
 ) -> None:
-    """Go on with a text by a trained language model."""
+    """Go on with a text by a trained language model, or paint images by a trained DRAW."""
     from l2lopt import experiments
 
+    if experiments.paints(run):
+        _left(experiments.paint(run, count, seed))
+        return
     text = experiments.sample(run, prompt, tokens=tokens, temperature=temperature, seed=seed)
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 

@@ -11,16 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from l2lopt import config as configs
-from l2lopt import distributed, evaluation, kernels, meta_training, plotting, store, tables, training, weights
+from l2lopt import distributed, evaluation, kernels, meta_training, pictures, plotting, store, tables, training, weights
 from l2lopt.checkpoint import CheckpointFile
 from l2lopt.config import Config, TrainConfig
-from l2lopt.errors import UserError
+from l2lopt.errors import UserError, above_0
 from l2lopt.evaluation import Evaluation
 from l2lopt.records import NoRecords, Records, existing, write_json, write_text, written_whole
 from l2lopt.tables import Choice
 from l2lopt.threads import cpu_threads
 from l2lopt.training import Trained
-from l2lopt.types import Report, silent
+from l2lopt.types import Params, Report, silent
+from optimisees.datasets import blank
+from optimisees.draw import Draw
 from optimisees.language_model import LanguageModel
 from optimisees.text import Corpus, Vocabulary
 
@@ -179,6 +181,7 @@ def train(
     write_text(folder / "config.toml", configs.dump(settings))
     if isinstance(built.optimisee, LanguageModel):
         write_json(folder / "vocabulary.json", built.optimisee.texts.vocabulary.facts())
+    if isinstance(built.optimisee, LanguageModel | Draw):
         _log.info(built.optimisee.counts().told())
     with closing(Records(folder, kept[0]["step"] if kept else -1)) as records, cpu_threads(settings.threads):
         result = training.train(
@@ -222,24 +225,54 @@ def sample(run: str | Path, prompt: str = "", *, tokens: int = 100, temperature:
     Raises:
         UserError: for a folder without a language model's run, and a prompt with what is not in the vocabulary.
     """
-    folder, remedy = Path(run), "give a folder in which l2lopt train has trained a language model to the end"
-    for name in ("config.toml", "vocabulary.json", "model.safetensors"):
-        existing(folder / name, "a trained language model", remedy)
-    path = folder / "vocabulary.json"
+    what, remedy = "a trained language model", "give a folder in which l2lopt train has trained one to the end"
+    options, params = _trained(Path(run), what, remedy)
+    path = existing(Path(run) / "vocabulary.json", what, remedy)
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
         vocabulary = Vocabulary(tuple(facts["tokens"]), facts["unit"])
     except (ValueError, KeyError, TypeError):
         raise UserError(str(path), expected="a vocabulary", found="damage", remedy=remedy) from None
-    config = configs.load(folder / "config.toml", kind=TrainConfig)
-    choice = {"name": config.optimisee} if isinstance(config.optimisee, str) else config.optimisee
-    options = {**choice, "data": Corpus.without_texts(vocabulary)}
-    model: LanguageModel = tables.make({"language-model": LanguageModel}, "optimisee", options.pop("name"), **options)
-    _, tensors = store.read(folder / "model.safetensors", "l2lopt.model", "a model", remedy)
-    params = {name.removeprefix("params/"): value for name, value in tensors.items() if name.startswith("params/")}
+    options |= {"data": Corpus.without_texts(vocabulary)}
+    model: LanguageModel = tables.build({"language-model": LanguageModel}, "optimisee", options)
     given = vocabulary.prompt(prompt)
     drawn = model.speak(params, given, tokens, temperature, seed)
     return vocabulary.decode([*given.tolist(), *drawn])
+
+
+def paint(run: str | Path, count: int = 8, seed: int = 0) -> list[Path]:
+    """Images from the prior by the DRAW that `train` has left, as they come to be.
+
+    Leaves `samples.png` (a row an image, columns of time steps, the rectangle that is written in drawn in) and
+    `samples.gif` (every step) in the run's `figures/`, and gives their paths.
+
+    Args:
+        run: its folder.
+        count: how many images.
+        seed: of the draws.
+
+    Raises:
+        UserError: for a folder without a DRAW's run.
+    """
+    above_0("sample", count=count)
+    options, params = _trained(Path(run), "a trained DRAW", "give a folder in which l2lopt train has trained one")
+    for key in ("size", "data", "download"):
+        options.pop(key, None)
+    options |= {"dataset": blank(tuple(params["canvas"].shape)), "batch_size": 1}
+    model: Draw = tables.build({"draw": Draw}, "optimisee", options)
+    images, rectangles = model.sample(params, count, seed)
+    paths = [Path(run) / "figures" / f"samples.{ending}" for ending in ("png", "gif")]
+    pictures.growth(paths[0], images, rectangles)
+    pictures.animation(paths[1], images, rectangles)
+    return paths
+
+
+def paints(run: str | Path) -> bool:
+    """Whether a folder is that of a DRAW's run."""
+    try:
+        return _choice(configs.load(Path(run) / "config.toml", kind=TrainConfig)).get("name") == "draw"
+    except UserError:  # no run of training at all
+        return False
 
 
 def plot(*runs: str | Path) -> list[Path]:
@@ -311,6 +344,20 @@ def _claim(folder: Path, overwrite: bool, resume: bool) -> Path:
         shutil.rmtree(folder / "figures", ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def _trained(folder: Path, what: str, remedy: str) -> tuple[dict[str, Any], Params]:
+    """The choice of the optimisee that `train` has trained in a folder, and its parameters."""
+    for name in ("config.toml", "model.safetensors"):
+        existing(folder / name, what, remedy)
+    _, tensors = store.read(folder / "model.safetensors", "l2lopt.model", "a model", remedy)
+    params = {name.removeprefix("params/"): value for name, value in tensors.items() if name.startswith("params/")}
+    return _choice(configs.load(folder / "config.toml", kind=TrainConfig)), params
+
+
+def _choice(config: TrainConfig) -> dict[str, Any]:
+    """Its optimisee as a table of name and options."""
+    return {"name": config.optimisee} if isinstance(config.optimisee, str) else dict(config.optimisee)
 
 
 def _digest(optimiser: Choice) -> str | None:

@@ -65,6 +65,10 @@ class Optimisee(ABC):
         """What the field reads off a mean test-mode loss, such as the perplexity; nothing by default."""
         return {}
 
+    def pictures(self, params: Params) -> dict[str, Tensor]:
+        """What to look at in training, name → images [n, channels, height, width] in [0, 1]; nothing by default."""
+        return {}
+
     def step_facts(self, batch: Batch, aux: Aux) -> StepFacts:
         """Of a training step on `batch` that left `aux`."""
         return StepFacts()

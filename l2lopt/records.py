@@ -7,9 +7,12 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from l2lopt.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Recorder(Protocol):
@@ -17,6 +20,9 @@ class Recorder(Protocol):
 
     def write(self, stage: str, step: int, figures: Mapping[str, float]) -> None:
         """Figures of `stage` at `step`."""
+
+    def show(self, name: str, step: int, images: "Tensor") -> None:
+        """Images [n, channels, height, width] in [0, 1] at `step`."""
 
 
 class Records:
@@ -46,6 +52,10 @@ class Records:
         for name, value in figures.items():
             self._board.add_scalar(f"{stage}/{name}", value, step)
 
+    def show(self, name: str, step: int, images: "Tensor") -> None:
+        """Puts the images side by side into TensorBoard."""
+        self._board.add_images(name, images.nan_to_num().clamp(0, 1), step)
+
     def close(self) -> None:
         """Flushes both files."""
         self._lines.close()
@@ -56,6 +66,9 @@ class NoRecords:
     """The `Recorder` that keeps nothing."""
 
     def write(self, stage: str, step: int, figures: Mapping[str, float]) -> None:
+        """Nothing."""
+
+    def show(self, name: str, step: int, images: "Tensor") -> None:
         """Nothing."""
 
 

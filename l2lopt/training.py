@@ -190,7 +190,8 @@ def train(
         factory: makes the optimiser of (name, tensor) pairs.
         settings: steps, splits, schedule.
         seed: of initial values and batches.
-        records: where the figures go: the training loss of each step as stage "train", the watched split's as its name.
+        records: where the figures go: the training loss of each step as stage "train", the watched split's as its name,
+            and the optimisee's pictures at every evaluation.
         report: progress.
         checkpoint: where the place is kept, and taken up again where one is there: the end is the same to the bit.
     """
@@ -208,6 +209,8 @@ def train(
         figures = measure(optimisee, split, seed, run.standing, run.aux)
         records.write(split, run.step, figures)
         run.watched.append(figures)
+        for name, images in optimisee.pictures(run.standing).items():
+            records.show(name, run.step, images)
         if not math.isfinite(figures["loss"]):
             run.diverged = run.step
         elif settings.chooses and figures["loss"] < run.best["loss"]:

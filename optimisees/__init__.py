@@ -7,6 +7,7 @@ from l2lopt import tables
 from l2lopt.optimisee import Optimisee
 from optimisees.convnet import convnet
 from optimisees.datasets import InMemory, digits
+from optimisees.draw import Draw
 from optimisees.language_model import LanguageModel
 from optimisees.mlp import mlp
 from optimisees.module import ModuleOptimisee
@@ -14,6 +15,7 @@ from optimisees.quadratic import Quadratic
 from optimisees.resnet import resnet
 
 OPTIMISEES: Mapping[str, Callable[..., Optimisee]] = {
+    "draw": Draw,
     "quadratic": Quadratic,
     "mlp": mlp,
     "convnet": convnet,
@@ -30,6 +32,7 @@ def make(name: str, **options: Any) -> Optimisee:
 
 __all__ = [
     "OPTIMISEES",
+    "Draw",
     "InMemory",
     "LanguageModel",
     "ModuleOptimisee",

@@ -29,6 +29,11 @@ def digits(dtype: torch.dtype = torch.float32) -> InMemory:
     return InMemory(inputs[:1300], targets[:1300], inputs[1300:], targets[1300:])
 
 
+def blank(shape: tuple[int, ...]) -> InMemory:
+    """One black image in uint8 to train and to test, for a model whose own images are not needed any more."""
+    return InMemory(*(torch.zeros(1, *part, dtype=kind) for part, kind in ((shape, torch.uint8), ((), torch.long)) * 2))
+
+
 def data_root(data: str | None = None) -> Path:
     """The folder that data sets lie in: `data`, or what the environment variable L2LOPT_DATA says.
 

@@ -1,4 +1,4 @@
-"""Folders of class folders of images, decoded once and kept in a cache."""
+"""Folders of images, or of class folders of images, decoded once and kept in a cache."""
 
 import hashlib
 import json
@@ -65,15 +65,16 @@ class _File(NamedTuple):
 
 
 def _listed(folder: Path) -> list[_File]:
-    """The images of the class folders in `folder`, ordered by class and name."""
+    """The images of the class folders in `folder`, by class and name; without any, its own as one class."""
     files = []
-    for label in sorted(entry.name for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else ():
+    labels = sorted(entry.name for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else ()
+    for label in labels or (["."] if folder.is_dir() else ()):
         for entry in sorted(os.scandir(folder / label), key=lambda entry: entry.name):
             if entry.name.lower().endswith(_ENDINGS):
                 stat = entry.stat()
                 files.append(_File(f"{label}/{entry.name}", label, stat.st_size, stat.st_mtime_ns))
     if not files:
-        expected = f"folders of images ({', '.join(_ENDINGS)}), one for each class"
+        expected = f"folders of images ({', '.join(_ENDINGS)}), one for each class, or images"
         raise UserError(str(folder), expected=expected, found="none", remedy="put them there")
     return files
 

@@ -1,4 +1,4 @@
-"""Labelled images as uint8 in memory: CIFAR-10, MNIST, SVHN, or any folder of class folders."""
+"""Labelled images as uint8 in memory: CIFAR-10, MNIST, SVHN, or any folder of images."""
 
 import logging
 import struct
@@ -31,6 +31,7 @@ def load(
         dataset: "cifar10" (ROOT/cifar10/{train,test}/<class>/*, or torchvision's ROOT/cifar-10-batches-py/), "mnist"
             (ROOT/MNIST/raw/), "svhn" (ROOT/svhn/{train,test}_32x32.mat), or the path of a folder: train/ and test/
             with a folder for each class, or the class folders themselves. Labels follow the classes' names in order.
+            Images that lie in no class folder are one class.
         size: height and width of what comes out of a folder: cut to a square about the middle and scaled. None leaves
             the images as they are, which must then be of one size.
         data: ROOT; None takes the environment variable L2LOPT_DATA.

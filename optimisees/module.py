@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from l2lopt.errors import UserError, above_0
 from l2lopt.optimisee import Optimisee, Split
 from l2lopt.types import Aux, Batch, ModuleParts, Params, generator, seed_of, seeded
 from optimisees.datasets import InMemory
+from optimisees.sampling import Sampling
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 _STOCHASTIC = (nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
@@ -51,28 +51,19 @@ class ModuleOptimisee(Optimisee):
         augment: Callable[[Tensor, torch.Generator], Tensor] | None = None,
         evaluation_samples: int | None = None,
     ) -> None:
-        if not 0 <= heldout < 1:
-            raise UserError("heldout", expected="a share in [0, 1)", found=str(heldout), remedy="change the value")
         self.factory, self.criterion, self.device = factory, criterion, torch.device(device)
         self.measures = dict(metrics or {})
         self.data = InMemory(*(part.to(self.device) for part in data))
-        self.batch_size, self.heldout, self.evaluation_size = batch_size, heldout, evaluation_size
-        self.augment, self.evaluation_samples = augment, evaluation_samples
-        for name, value in (
-            ("evaluation_size", evaluation_size),
-            ("evaluation_samples", 1 if evaluation_samples is None else evaluation_samples),
-        ):
-            above_0("optimisee", **{name: value})
-        samples = len(data.train_inputs)
-        if not 1 <= batch_size <= samples:
-            expected = f"from 1 to the {samples} training samples"
-            raise UserError("batch_size", expected=expected, found=str(batch_size), remedy="change the value")
+        above_0("optimisee", evaluation_size=evaluation_size)
+        sizes = len(data.train_inputs), len(data.test_inputs)
+        self.sampling = Sampling(*sizes, batch_size, heldout, evaluation_samples)
+        self.batch_size, self.evaluation_size, self.augment = batch_size, evaluation_size, augment
         module = _with_given_masks(self._fresh(0))
         self._training = copy.deepcopy(module).train()
         self._testing = copy.deepcopy(module).eval()
         self._like = next((p.detach() for p in module.parameters()), self.data.train_inputs)  # its dtype is the model's
         self._masks = self._try()
-        self._whole = {split: self._cut(split, self._members(split, 0)) for split in ("train", "test")}
+        self._whole = {split: self._cut(split, 0) for split in ("train", "test")}
 
     def init(self, seed: int) -> tuple[Params, Aux]:
         """The factory's parameters and buffers under `seed`."""
@@ -82,24 +73,20 @@ class ModuleOptimisee(Optimisee):
 
     def batch(self, split: Split, seed: int, step: int) -> Batch:
         """{"inputs", "targets", "masks"}."""
-        chosen = self._members(split, seed)
-        size = min(self.batch_size, len(chosen))
-        epoch, place = divmod(step, len(chosen) // size)
-        order = _permutation(len(chosen), seed_of("order", split, seed, epoch))
-        index = chosen[order[place * size : (place + 1) * size]].to(self.device)
+        index = self.sampling.drawn(split, seed, step).to(self.device)
         inputs, targets = (part[index] for part in self._samples(split))
         if self.augment and split in ("train", "inner"):
             inputs = self.augment(inputs, generator("augment", split, seed, step))
         masks = {}
         for name, (p, shape) in self._masks.items():
-            kept = torch.bernoulli(torch.full((size, *shape), 1 - p), generator=generator(name, split, seed, step))
+            chances = torch.full((len(index), *shape), 1 - p)
+            kept = torch.bernoulli(chances, generator=generator(name, split, seed, step))
             masks[name] = kept.to(self._like) / max(1 - p, 1e-12)  # with p = 1 nothing is kept
         return {"inputs": inputs, "targets": targets, "masks": masks}
 
     def epoch(self, split: Split, seed: int, number: int) -> int:
         """Passes of full batches."""
-        samples = len(self._members(split, seed))
-        return number * (samples // min(self.batch_size, samples))
+        return self.sampling.epoch(split, seed, number)
 
     def loss(self, params: Params, aux: Aux, batch: Batch) -> tuple[Tensor, Aux]:
         """The criterion in training mode."""
@@ -120,7 +107,7 @@ class ModuleOptimisee(Optimisee):
 
     def whole(self, split: Split, seed: int) -> Iterator[tuple[Batch, int]]:
         """The samples of the split, or `evaluation_samples` of them, `evaluation_size` at a time."""
-        yield from self._whole[split] if split in self._whole else self._cut(split, self._members(split, seed))
+        yield from self._whole[split] if split in self._whole else self._cut(split, seed)
 
     def parts(self) -> ModuleParts:
         """The model with given masks, and the criterion."""
@@ -142,24 +129,9 @@ class ModuleOptimisee(Optimisee):
     def _samples(self, split: Split) -> tuple[Tensor, Tensor]:
         return self.data[2:] if split == "test" else self.data[:2]
 
-    def _members(self, split: Split, seed: int) -> Tensor:
-        """The indices of the split's samples."""
-        count = len(self._samples(split)[0])
-        if split in ("train", "test"):
-            return torch.arange(count)
-        order = _permutation(count, seed_of("heldout", seed))
-        kept = count - int(self.heldout * count)
-        members = order[:kept] if split == "inner" else order[kept:]
-        if not len(members):
-            remedy = "raise heldout, or leave held-out samples out of the meta-loss"
-            raise UserError("heldout", expected="samples held out", found="none", remedy=remedy)
-        return members
-
-    def _cut(self, split: Split, members: Tensor) -> list[tuple[Batch, int]]:
+    def _cut(self, split: Split, seed: int) -> list[tuple[Batch, int]]:
         inputs, targets = self._samples(split)
-        few = self.evaluation_samples
-        if few is not None and few < len(members):
-            members = members[_permutation(len(members), seed_of("evaluation samples", split))[:few]]
+        members = self.sampling.evaluated(split, seed)
         if len(members) < len(inputs):
             inputs, targets = inputs[members.to(self.device)], targets[members.to(self.device)]
         pieces = zip(inputs.split(self.evaluation_size), targets.split(self.evaluation_size), strict=True)
@@ -241,8 +213,3 @@ def _with_given_masks(module: nn.Module) -> nn.Module:
             parent, _, child = name.rpartition(".")  # a layer that stands at two places gets a mask at each
             setattr(module.get_submodule(parent), child, given)
     return module
-
-
-@lru_cache(maxsize=256)
-def _permutation(count: int, seed: int) -> Tensor:
-    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))

@@ -20,7 +20,7 @@ from l2lopt import cells, optimisers, unrolls
 from l2lopt.optimisee import batch_rows, flat_loss, init_rows
 from l2lopt.optimisers import inputs, rules
 from l2lopt.types import Carry, Layout, Step, Target
-from optimisees import InMemory, LanguageModel, ModuleOptimisee, Quadratic, convnet, mlp, resnet
+from optimisees import Draw, InMemory, LanguageModel, ModuleOptimisee, Quadratic, convnet, mlp, resnet
 from optimisees.text import EOS, Corpus, Vocabulary
 
 
@@ -262,6 +262,27 @@ TEXTS = Corpus(
 LANGUAGE_MODELS = {
     "language-model": partial(LanguageModel, TEXTS, "irc-gru", 3, 4, 2, batch_size=3, window=6, dtype="float64"),
 }
+SPOTS = InMemory(
+    *(
+        torch.randint(256, (n, *s), generator=torch.Generator().manual_seed(n)).to(torch.uint8)
+        for n, s in ((20, (2, 5, 4)), (20, ()), (9, (2, 5, 4)), (9, ()))
+    )
+)
+DRAWS = {
+    "draw": partial(
+        Draw,
+        SPOTS,
+        decoder="ihc-lstm",
+        hidden_size=4,
+        latent_size=3,
+        steps=3,
+        read=2,
+        write=3,
+        batch_size=5,
+        heldout=0.3,
+        dtype="float64",
+    ),
+}
 OPTIMISEES = {
     "quadratic": partial(Quadratic, 4, "float64"),
     "mlp on images": partial(on_pictures, mlp, (3,)),
@@ -269,6 +290,7 @@ OPTIMISEES = {
     "resnet on changed images": partial(small_resnet, channels_last=True, crop_and_flip=True, evaluation_samples=6),
     **SAMPLED,
     **LANGUAGE_MODELS,
+    **DRAWS,
 }
 
 

@@ -28,6 +28,7 @@ FLOORS = {
     "l2lopt.weights": 3,
     "l2lopt.hub": 4,
     "l2lopt.flat_vectors": 3,
+    "l2lopt.pictures": 2,
     "l2lopt.plotting": 2,
     "l2lopt.store": 2,
     "l2lopt.cells": 1,

@@ -295,3 +295,17 @@ def test_the_real_cifar10():
     assert data.train_targets.bincount().tolist() == [5000] * 10
     assert data.test_targets.bincount().tolist() == [1000] * 10
     assert image_inputs.statistics(data.train_inputs)[0].tolist() == pytest.approx([125.3, 123.0, 113.9], abs=1)
+
+
+def test_images_without_classes_are_one_class(tmp_path):
+    folder = write_pictures(tmp_path / "pictures", size=(6, 4), train=4)
+    for path in sorted((folder / "train").glob("*/*.png")):
+        path.rename(folder / f"{path.parent.name}{path.name}")
+    for label in ("ant", "bee", "cat"):
+        (folder / "train" / label).rmdir()
+    (folder / "train").rmdir()
+    data = images.load(str(folder), test_share=0.25)
+    assert [len(part) for part in data] == [9, 9, 3, 3]
+    assert not torch.cat(data[1::2]).any()
+    found = sorted(torch.cat([data.train_inputs, data.test_inputs]).flatten(1).tolist())
+    assert found == sorted(pixels(path).flatten().tolist() for path in folder.glob("*.png"))

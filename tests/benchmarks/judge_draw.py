@@ -1,0 +1,112 @@
+"""How good trained DRAWs are: bounds on held-out images, and what a classifier says of their samples.
+
+python tests/benchmarks/judge_draw.py RUN... [--images 1000] [--draws 50] [--samples 1000] [--classifier-steps 1500]
+
+The bound and the importance-weighted estimate (of `--draws` passes) are those of test images, nats per image, the mean
+over runs with one decoder and its standard deviation between them. The classifier is a small ConvNet trained on the
+runs' own training images; it must be at least 97 % right on their test images. Of the samples it is told how sure it
+is of its first choice, on average, and how many there are of the rarest class.
+"""
+
+import argparse
+import json
+from collections import defaultdict
+from functools import partial
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from l2lopt import store, training
+from l2lopt.config import TrainConfig, build_training, load
+from l2lopt.training import Trained, TrainSettings
+from l2lopt.types import Params
+from optimisees import Draw, ModuleOptimisee, convnet
+
+RIGHT = 0.97
+
+
+def restored(run: Path) -> tuple[TrainConfig, Draw, Params]:
+    """A run's config, its model with data, and its parameters."""
+    config = load(run / "config.toml", kind=TrainConfig)
+    _, tensors = store.read(run / "model.safetensors", "l2lopt.model", "a model", "train it first")
+    params = {name.removeprefix("params/"): value for name, value in tensors.items() if name.startswith("params/")}
+    return config, build_training(config).optimisee, params
+
+
+def estimate(model: Draw, params: Params, images: int, draws: int) -> float:
+    """The importance-weighted estimate, 100 test images at a time."""
+    total, seen = 0.0, 0
+    for batch, _ in model.whole("test", 0):
+        inputs = batch["inputs"][: images - seen]
+        for index, part in enumerate(inputs.split(100)):
+            total += float(model.importance_weighted(params, part, draws, seed=seen + index).sum())
+        seen += len(inputs)
+        if seen >= images:
+            break
+    return total / seen
+
+
+def classifier(dataset: str, steps: int) -> tuple[ModuleOptimisee, Trained]:
+    """A ConvNet on the same images, and its share of right answers on the test images."""
+    task = convnet((16, 32), 64, dataset=dataset)
+    settings = TrainSettings(steps=steps, evaluate_every=steps, schedule="cosine")
+    return task, training.train(task, partial(torch.optim.Adam, lr=3e-3), settings)
+
+
+def told(task: ModuleOptimisee, result: Trained, samples: Tensor) -> tuple[float, Tensor]:
+    """How sure it is of its first choices, and how many samples there are of each class."""
+    model = task.factory().eval()
+    with torch.no_grad():
+        pieces = (255 * part for part in samples.split(200))
+        outputs = torch.cat([functional_call(model, (result.params, result.aux), (piece,)) for piece in pieces])
+    sure, chosen = outputs.softmax(1).max(1)
+    return float(sure.mean()), chosen.bincount(minlength=outputs.shape[1])
+
+
+def spread(values: list[float]) -> str:
+    return f"{fmean(values):.2f} ± {stdev(values):.2f}" if len(values) > 1 else f"{values[0]:.2f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    parser.add_argument("--images", type=int, default=1000)
+    parser.add_argument("--draws", type=int, default=50)
+    parser.add_argument("--samples", type=int, default=1000)
+    parser.add_argument("--classifier-steps", type=int, default=1500)
+    options = parser.parse_args()
+    judged: dict[str, Any] = {}
+    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for run in options.runs:
+        config, model, params = restored(run)
+        choice = config.optimisee
+        if choice["dataset"] not in judged:
+            judged[choice["dataset"]] = classifier(choice["dataset"], options.classifier_steps)
+            right = judged[choice["dataset"]][1].metrics["accuracy"]
+            print(f"classifier of {choice['dataset']}: {right:.2%} right", "" if right >= RIGHT else "(too few)")
+        parts = [model.sample(params, min(100, options.samples - k), k) for k in range(0, options.samples, 100)]
+        sure, counts = told(*judged[choice["dataset"]], torch.cat([part.images[-1] for part in parts]))
+        figures = {
+            "bound": json.loads((run / "result.json").read_text(encoding="utf-8"))["metrics"]["bound"],
+            "estimate": estimate(model, params, options.images, options.draws),
+            "sure": sure,
+            "rarest": float(counts.min()),
+        }
+        print(
+            f"{run}:", ", ".join(f"{name} {value:.3f}" for name, value in figures.items()), counts.tolist(), flush=True
+        )
+        for name, value in figures.items():
+            found[str(choice.get("decoder", "lstm"))][name].append(value)
+    print("\n| decoder | runs | bound | importance-weighted | surest class | samples of the rarest class |")
+    print("|---|---|---|---|---|---|")
+    for decoder, own in found.items():
+        columns = " | ".join(spread(own[name]) for name in ("bound", "estimate", "sure", "rarest"))
+        print(f"| {decoder} | {len(own['bound'])} | {columns} |")
+
+
+if __name__ == "__main__":
+    main()
