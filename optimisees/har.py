@@ -111,12 +111,12 @@ def _part(folder: Path, part: str, activities: tuple[str, ...]) -> Windows:
     """The windows of `train` or `test`."""
     paths = [folder / part / "Inertial Signals" / f"{channel}_{part}.txt" for channel in CHANNELS]
     channels = [_numbers(path, STEPS) for path in paths]
-    count = len(channels[0])
-    labels, subjects = (_whole_numbers(folder / part / f"{name}_{part}.txt") for name in ("y", "subject"))
     others = [folder / part / f"{name}_{part}.txt" for name in ("y", "subject")]
-    for path, own in zip([*paths, *others], [*channels, labels, subjects], strict=True):
-        if len(own) != count:
-            raise damaged(path, f"{len(own)} lines where {paths[0].name} has {count}", _UNPACK)
+    labels, subjects = [_whole_numbers(path) for path in others]
+    lines = [len(own) for own in (*channels, labels, subjects)]
+    for path, count in zip([*paths, *others], lines, strict=True):
+        if count != lines[0]:
+            raise damaged(path, f"{count} lines where {paths[0].name} has {lines[0]}", _UNPACK)
     if labels.max() > len(activities):
         raise damaged(others[0], f"activity {int(labels.max())} of {len(activities)}", _UNPACK)
     return Windows(torch.from_numpy(np.stack(channels, 1)).float(), labels - 1, subjects, activities)
