@@ -113,7 +113,7 @@ def _part(folder: Path, part: str, activities: tuple[str, ...]) -> Windows:
     channels = [_numbers(path, STEPS) for path in paths]
     others = [folder / part / f"{name}_{part}.txt" for name in ("y", "subject")]
     labels, subjects = [_whole_numbers(path) for path in others]
-    lines = [len(own) for own in (*channels, labels, subjects)]
+    lines = [*map(len, channels), len(labels), len(subjects)]
     for path, count in zip([*paths, *others], lines, strict=True):
         if count != lines[0]:
             raise damaged(path, f"{count} lines where {paths[0].name} has {lines[0]}", _UNPACK)
