@@ -68,9 +68,7 @@ class StructuralLoss:
         none = torch.zeros((), dtype=torch.bool, device=device)
         return {name: value for kind in _KINDS for name, value in ((f"{kind}.mean", blank), (f"{kind}.begun", none))}
 
-    def __call__(
-        self, distances: Tensor, labels: Tensor, aux: Aux, *, moving: bool = True
-    ) -> tuple[Tensor, Aux]:
+    def __call__(self, distances: Tensor, labels: Tensor, aux: Aux, *, moving: bool = True) -> tuple[Tensor, Aux]:
         """The loss and its state after the batch.
 
         Args:

@@ -26,7 +26,9 @@ def literal(loss, d, labels, means):
         own = [d[a][b] for a, b in positives if labels[a] == labels[i]]
         tau = 2 / len(own) * sum(own) - min(own)
         beta = math.exp(d[i][j] - tau) if loss.beta == "corrected" else math.exp(d[i][j]) - tau
-        inner = sum(math.exp((d[i][j] - d[i][k] + loss.margin) / loss.scale) for k in range(n) if labels[k] != labels[i])
+        inner = sum(
+            math.exp((d[i][j] - d[i][k] + loss.margin) / loss.scale) for k in range(n) if labels[k] != labels[i]
+        )
         local, total = local + beta * math.log(1 + inner), total + beta
     value, after = local / total if total else 0.0, []
     for pairs, mean, most in (
@@ -109,7 +111,9 @@ def distances(made, kind):
 @each_batch
 def test_gradients_in_the_distances(batch, begun):
     _, labels = BATCHES[batch]
-    aux = LOSS(*distances(outputs(2, 2), "euclidean"), LOSS.init(torch.float64))[1] if begun else LOSS.init(torch.float64)
+    aux = (
+        LOSS(*distances(outputs(2, 2), "euclidean"), LOSS.init(torch.float64))[1] if begun else LOSS.init(torch.float64)
+    )
     d = normal(len(labels), len(labels), seed=4).abs().requires_grad_()
     assert torch.autograd.gradcheck(lambda d: LOSS(d, labels, aux)[0], (d,))
 
