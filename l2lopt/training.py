@@ -254,7 +254,7 @@ def _evaluations(optimisee: Optimisee, settings: TrainSettings, seed: int) -> li
 def _shown(
     run: _Run, settings: TrainSettings, figures: Mapping[str, float], facts: StepFacts, clock: "_Clock"
 ) -> Mapping[str, float]:
-    """What a user wants to see of a step: its reading, beside that of the watched split if it has one, and the speed."""
+    """What a user wants to see of a step: its reading, that of the watched split if it has one, and the speed."""
     if not facts.figures:
         return figures
     name, value = next(iter(facts.figures.items()))

@@ -1,7 +1,6 @@
 """Metrics of sequences learned by siamese and coupled GRUs (Compagnon et al. 2021), as an optimisee on UCI HAR."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -86,6 +85,7 @@ class SequenceMetric(Optimisee):
         self._windows = {split: part.standardised(inner) for split, part in parts.items() if part is not None}
         self._inputs = {split: part.signals.to(self.device, self.dtype) for split, part in self._windows.items()}
         self.channels = train.signals.shape[1]
+        self._whole: dict[Split, list[tuple[Batch, int]]] = {}
         with seeded(0):
             self.stack = self._fresh()
         for split in ("train", "inner"):
@@ -115,9 +115,11 @@ class SequenceMetric(Optimisee):
 
     def whole(self, split: Split, seed: int) -> Iterator[tuple[Batch, int]]:
         """The split's windows in an order drawn once and for all, `evaluation_size` at a time."""
-        order = _permutation(len(self.windows(split).labels), seed_of("whole", split))[: self.few]
-        for rows in order.split(self.evaluation_size):
-            yield self._at(split, rows), len(rows)
+        if split not in self._whole:
+            source = generator("whole", split)
+            order = torch.randperm(len(self.windows(split).labels), generator=source)[: self.few]
+            self._whole[split] = [(self._at(split, rows), len(rows)) for rows in order.split(self.evaluation_size)]
+        yield from self._whole[split]
 
     def step_facts(self, batch: Batch, aux: Aux) -> StepFacts:
         """The windows of a batch, and the mean distances so far."""
@@ -219,8 +221,3 @@ class SequenceMetric(Optimisee):
                 where, expected = f"sequence-metric: {split}", f"at least {self.per_class} windows of {name}"
                 raise UserError(where, expected=expected, found=str(len(rows)), remedy="lower per_class")
         return found
-
-
-@lru_cache(maxsize=64)
-def _permutation(count: int, seed: int) -> Tensor:
-    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))

@@ -12,7 +12,7 @@ import tomli_w
 import torch
 from activities import LEFT_OUT, small_har
 from google.protobuf import text_format
-from killing import killed
+from killing import interrupted, killed
 from tensorboard.plugins.projector import ProjectorConfig
 from test_cli import called
 from test_training import files
@@ -108,6 +108,23 @@ def test_a_mistake_ends_in_one_line_and_code_2(tmp_path, config, monkeypatch, ca
     assert "y_test.txt: expected a file of the UCI HAR data set, found none" in err
 
 
+@pytest.mark.parametrize("encoder", ["siamese", "coupled"])
+def test_an_optimiser_is_meta_trained_on_it(tmp_path, config, encoder):
+    settings = {
+        "threads": 1,
+        "optimisee": {**config["optimisee"], "encoder": encoder, "evaluation_windows": 8},
+        "optimiser": {"name": "coordinatewise", "hidden_size": 3},
+        "unroll": {"length": 3, "targets": {"heldout": 1.0}},
+        "meta": {"updates": 2, "batch": 2},
+        "validation": {"seeds": 1, "horizons": [2]},
+        "evaluation": {"seeds": 2, "steps": 2, "horizons": [2], "baselines": [{"optimiser": "sgd", "rates": [0.1]}]},
+    }
+    run = l2lopt.meta_train(settings, tmp_path / "run")
+    table = {(row.optimiser, row.split): row.mean for row in l2lopt.evaluate(run).table}
+    assert {name for name, _ in table} == {"learned-lstm", "sgd"}
+    assert all(0 < mean < 20 for mean in table.values())
+
+
 def study(folder, config, **changes):
     (folder / "har.toml").write_text(tomli_w.dumps(config))
     encoders = [
@@ -121,20 +138,18 @@ def study(folder, config, **changes):
 
 @pytest.mark.usefixtures("_without_figures")
 def test_a_study_makes_its_table_and_goes_on_where_it_stood(tmp_path, config, monkeypatch, capsys):
-    source, trained, plain = study(tmp_path, config), [], experiments.train
-
-    def stopping(*args, **options):
-        trained.append(args[1].name)
-        if len(trained) == 2:
-            raise KeyboardInterrupt
-        return plain(*args, **options)
-
-    monkeypatch.setattr(experiments, "train", stopping)
+    source, trained = study(tmp_path, config), interrupted(monkeypatch, experiments, "train", 2)
     with pytest.raises(KeyboardInterrupt):
         studies.reproduce(source, tmp_path / "run")
     code, out, err = called(monkeypatch, capsys, "reproduce", source, "--run", tmp_path / "run")
     assert (code, err) == (0, "")
-    assert trained == ["siamese-gru-0", "siamese-gru-1", "siamese-gru-1", "coupled-gru-0", "coupled-gru-1"]
+    assert [args[1].name for args in trained] == [
+        "siamese-gru-0",
+        "siamese-gru-1",
+        "siamese-gru-1",
+        "coupled-gru-0",
+        "coupled-gru-1",
+    ]
     text = (tmp_path / "run" / "table.md").read_text()
     assert text.strip() in out
     found = json.loads((tmp_path / "run" / "table.json").read_text())
