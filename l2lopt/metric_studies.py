@@ -1,5 +1,6 @@
 """Studies of sequence metrics: encoders × seeds as a table and Figure 1, beside untrained ones and raw signals."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version

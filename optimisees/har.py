@@ -5,6 +5,7 @@
 
 import hashlib
 from collections.abc import Iterable
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -86,7 +87,7 @@ class Recording(NamedTuple):
 
 
 def load(root: str | Path) -> Windows:
-    """All windows of ROOT/UCI HAR Dataset/{train,test}/, about 0.1 s for a thousand.
+    """All windows of ROOT/UCI HAR Dataset/{train,test}/; read once a process, as long as the files stay as they are.
 
     There lie `Inertial Signals/<channel>_<part>.txt`, `y_<part>.txt` and `subject_<part>.txt`, a line a window, and
     `activity_labels.txt` beside the parts.
@@ -94,7 +95,14 @@ def load(root: str | Path) -> Windows:
     Raises:
         UserError: for a missing file, and for a malformed one, by its name and what is wrong there.
     """
-    folder = Path(root).expanduser() / FOLDER
+    folder = Path(root).expanduser().absolute() / FOLDER
+    files = [(str(path), path.stat()) for path in sorted(folder.rglob("*.txt"))]
+    return _load(folder, tuple((name, facts.st_mtime_ns, facts.st_size) for name, facts in files))
+
+
+@lru_cache(maxsize=1)
+def _load(folder: Path, state: tuple[tuple[str, int, int], ...]) -> Windows:
+    """`load`, of files in this state."""
     activities = _activities(folder / "activity_labels.txt")
     parts = [_part(folder, part, activities) for part in ("train", "test")]
     signals, labels, subjects = (torch.cat(own) for own in zip(*(part[:3] for part in parts), strict=True))

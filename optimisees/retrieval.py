@@ -4,6 +4,7 @@ The neighbours, the vote and the average precision are scikit-learn's. (pytorch-
 embeddings, which the coupled form has not, and cannot leave out a query's own subject.)
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +21,8 @@ class Retrieval(NamedTuple):
 
     Attributes:
         recall: k → the share of queries with one of their class among the k nearest.
-        mean_average_precision: of the rankings by distance; queries whose class no other subject has are left out.
+        mean_average_precision: of the rankings by distance; queries whose class no other subject has are left out;
+            NaN if that is all.
         accuracy: k → the share of queries whose class most of the k nearest have.
     """
 
@@ -60,7 +62,7 @@ def retrieval(distances: Tensor, labels: Tensor, subjects: Tensor, ks: tuple[int
         some = relevant.any(1)
         precisions += [average_precision_score(a, -b) for a, b in zip(relevant[some], queries[some], strict=True)]
     shares = [{k: count / len(y) for k, count in counts.items()} for counts in (hits, right)]
-    return Retrieval(shares[0], float(np.mean(precisions)), shares[1])
+    return Retrieval(shares[0], float(np.mean(precisions)) if precisions else math.nan, shares[1])
 
 
 def neighbour_curve(distances: Tensor) -> Tensor:

@@ -31,6 +31,14 @@ def test_the_layout(home):
     laws.assert_close(windows.signals[0, 3].double(), torch.tensor(first, dtype=torch.float32).double())
 
 
+def test_changed_files_are_read_anew(home):
+    before = har.load(home)
+    assert har.load(home) is before
+    path = file(home, "test/subject_test.txt")
+    path.write_text(path.read_text().replace("7", "8"))
+    assert set(har.load(home).subjects.tolist()) == {1, 2, 4, 8, 9}
+
+
 def test_windows_join_to_the_signal_they_were_cut_from(home):
     windows = har.load(home)
     found = har.recordings(windows)

@@ -1,5 +1,6 @@
 """Retrieval, Figure 1's curve and time warping against their definitions."""
 
+import math
 from collections import Counter
 
 import laws
@@ -47,6 +48,8 @@ def test_the_own_subject_is_left_out():
     distances = torch.tensor([[0.0, 0.1, 5, 6], [0.1, 0, 5, 6], [5, 5, 0, 0.1], [6, 6, 0.1, 0]])
     found = retrieval(distances, torch.tensor([0, 0, 1, 0]), torch.tensor([1, 1, 2, 2]), (1,))
     assert found.recall == {1: 0.25}
+    alone = retrieval(distances, torch.tensor([0, 0, 1, 1]), torch.tensor([1, 1, 2, 2]), (1,))
+    assert (alone.recall, math.isnan(alone.mean_average_precision)) == ({1: 0.0}, True)
     with pytest.raises(UserError, match="expected 3 windows of subjects other than 1, found 2"):
         retrieval(distances, torch.tensor([0, 0, 1, 0]), torch.tensor([1, 1, 2, 2]), (3,))
 
