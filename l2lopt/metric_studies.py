@@ -179,9 +179,9 @@ def _read(facts: Mapping[str, Any] | None) -> _Found | None:
             return None
         own = facts["retrieval"]
         recall, accuracy = ({int(k): float(x) for k, x in own[name].items()} for name in ("recall", "accuracy"))
-        return _Found(
-            Retrieval(recall, float(own["mean_average_precision"]), accuracy), list(map(float, facts["curve"]))
-        )
+        precision = own["mean_average_precision"]
+        measured = Retrieval(recall, math.nan if precision is None else float(precision), accuracy)
+        return _Found(measured, list(map(float, facts["curve"])))
     except (ValueError, KeyError, TypeError, AttributeError):  # damaged: made anew
         return None
 

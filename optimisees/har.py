@@ -96,7 +96,7 @@ def load(root: str | Path) -> Windows:
         UserError: for a missing file, and for a malformed one, by its name and what is wrong there.
     """
     folder = Path(root).expanduser().absolute() / FOLDER
-    files = [(str(path), path.stat()) for path in sorted(folder.rglob("*.txt"))]
+    files = [(str(path), path.stat()) for path in sorted(folder.rglob("*.txt")) if path.is_file()]
     return _load(folder, tuple((name, facts.st_mtime_ns, facts.st_size) for name, facts in files))
 
 
