@@ -10,13 +10,15 @@ from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from l2lopt import config as configs
 from l2lopt import distributed, evaluation, kernels, meta_training, pictures, plotting, store, tables, training, weights
 from l2lopt.checkpoint import CheckpointFile
 from l2lopt.config import Config, TrainConfig
 from l2lopt.errors import UserError, above_0
 from l2lopt.evaluation import Evaluation
-from l2lopt.records import NoRecords, Records, existing, write_json, write_text, written_whole
+from l2lopt.records import NoRecords, Records, existing, write_json, write_projector, write_text, written_whole
 from l2lopt.tables import Choice
 from l2lopt.threads import cpu_threads
 from l2lopt.training import Trained
@@ -24,6 +26,7 @@ from l2lopt.types import Params, Report, silent
 from optimisees.datasets import blank
 from optimisees.draw import Draw
 from optimisees.language_model import LanguageModel
+from optimisees.sequence_metric import SequenceMetric
 from optimisees.text import Corpus, Vocabulary
 
 _MADE = (
@@ -36,6 +39,9 @@ _MADE = (
     "model.safetensors",
     "result.json",
     "vocabulary.json",
+    "projector_config.pbtxt",
+    "embedding.tsv",
+    "embedding-labels.tsv",
 )
 _log = logging.getLogger(__name__)
 
@@ -156,7 +162,7 @@ def train(
 
     Leaves `config.toml`, `metrics.jsonl`, TensorBoard events, `model.safetensors` (parameters as "params/…", the loss's
     own state as "aux/…", and in the header what they are), `result.json` and the training curve in `figures/` in the
-    run's folder.
+    run's folder; of a siamese sequence metric also the test windows for TensorBoard's projector.
 
     Args:
         config: a TOML file, a mapping, or a `TrainConfig`.
@@ -176,6 +182,8 @@ def train(
     work = settings.model_dump(mode="json", exclude={"label"}) | {"weights": _digest(settings.optimiser)}
     if isinstance(built.optimisee, LanguageModel):
         work |= {"corpus": built.optimisee.texts.digest()}
+    if isinstance(built.optimisee, SequenceMetric):
+        work |= {"windows": built.optimisee.digest}
     checkpoint = CheckpointFile(folder / "checkpoint.safetensors", work)
     kept = checkpoint.load()
     write_text(folder / "config.toml", configs.dump(settings))
@@ -209,7 +217,21 @@ def train(
     store.write(folder / "model.safetensors", "l2lopt.model", facts, tensors)
     write_json(folder / "result.json", facts)
     plot(folder)
+    if isinstance(built.optimisee, SequenceMetric) and built.optimisee.encoder == "siamese":
+        _project(folder, built.optimisee, result)
     return result
+
+
+def _project(folder: Path, model: SequenceMetric, result: Trained) -> None:
+    """The test windows' embeddings, for TensorBoard's projector."""
+    windows = model.windows("test")
+    with torch.no_grad():
+        points = model.embed(result.params, model.inputs("test"))
+    columns = {
+        "activity": [windows.activities[label] for label in windows.labels.tolist()],
+        "subject": list(map(str, windows.subjects.tolist())),
+    }
+    write_projector(folder, points.tolist(), columns)
 
 
 def sample(run: str | Path, prompt: str = "", *, tokens: int = 100, temperature: float = 1.0, seed: int = 0) -> str:

@@ -154,6 +154,28 @@ def training_curve(
         return _written(figure, folder, "training-curve")
 
 
+def neighbour_curves(curves: Mapping[str, np.ndarray], folder: Path, title: str = "") -> list[Path]:
+    """Draws A(k), the mean scaled distance to the k nearest neighbours: the mean over runs, and their range.
+
+    Args:
+        curves: label → [runs, n − 1], k from 1.
+        folder: gets `neighbour-curves.png` and `neighbour-curves.svg`.
+        title: above the panel.
+    """
+    with plt.rc_context(_STYLE):
+        figure, panel = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
+        for index, (label, runs) in enumerate(curves.items()):
+            colour, k = _LEARNED[index % len(_LEARNED)], np.arange(1, runs.shape[1] + 1)
+            panel.fill_between(k, runs.min(0), runs.max(0), color=colour, alpha=0.18, linewidth=0)
+            panel.plot(k, runs.mean(0), color=colour, linestyle=_DASHES[index % len(_DASHES)], label=label)
+        panel.set(xlabel="number of nearest neighbours k", ylabel="mean scaled distance A(k)", ylim=(0, None))
+        panel.grid(True, which="major", linewidth=0.4, alpha=0.5)
+        panel.legend(frameon=False)
+        if title:
+            panel.set_title(title)
+        return _written(figure, folder, "neighbour-curves")
+
+
 def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
     """The mean of each value and the `window` − 1 before it, of as many as there are at the start."""
     ends = np.arange(1, len(values) + 1)

@@ -257,11 +257,12 @@ def _evaluations(optimisee: Optimisee, settings: TrainSettings, seed: int) -> li
 def _shown(
     run: _Run, settings: TrainSettings, figures: Mapping[str, float], facts: StepFacts, clock: "_Clock"
 ) -> Mapping[str, float]:
-    """What a user wants to see of a step: its reading beside that of the watched split, and the speed."""
+    """What a user wants to see of a step: its reading, that of the watched split if it has one, and the speed."""
     if not facts.figures:
         return figures
     name, value = next(iter(facts.figures.items()))
-    return {name: value, f"{settings.splits[1]} {name}": run.watched[-1][name], f"{facts.unit}/s": clock.speed}
+    watched = {f"{settings.splits[1]} {name}": run.watched[-1][name]} if name in run.watched[-1] else {}
+    return {name: value, **watched, f"{facts.unit}/s": clock.speed}
 
 
 class _Clock:

@@ -13,6 +13,7 @@ from optimisees.mlp import mlp
 from optimisees.module import ModuleOptimisee
 from optimisees.quadratic import Quadratic
 from optimisees.resnet import resnet
+from optimisees.sequence_metric import SequenceMetric
 
 OPTIMISEES: Mapping[str, Callable[..., Optimisee]] = {
     "draw": Draw,
@@ -21,6 +22,7 @@ OPTIMISEES: Mapping[str, Callable[..., Optimisee]] = {
     "convnet": convnet,
     "language-model": LanguageModel,
     "resnet": resnet,
+    "sequence-metric": SequenceMetric,
 }
 
 
@@ -38,6 +40,7 @@ __all__ = [
     "ModuleOptimisee",
     "Optimisee",
     "Quadratic",
+    "SequenceMetric",
     "convnet",
     "digits",
     "make",

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from activities import LEFT_OUT, some_windows
 from PIL import Image
 from torch import Tensor, nn
 
@@ -20,7 +21,7 @@ from l2lopt import cells, optimisers, unrolls
 from l2lopt.optimisee import batch_rows, flat_loss, init_rows
 from l2lopt.optimisers import inputs, rules
 from l2lopt.types import Carry, Layout, Step, Target
-from optimisees import Draw, InMemory, LanguageModel, ModuleOptimisee, Quadratic, convnet, mlp, resnet
+from optimisees import Draw, InMemory, LanguageModel, ModuleOptimisee, Quadratic, SequenceMetric, convnet, mlp, resnet
 from optimisees.text import EOS, Corpus, Vocabulary
 
 
@@ -283,6 +284,20 @@ DRAWS = {
         dtype="float64",
     ),
 }
+SEQUENCE_METRICS = {
+    f"sequence-metric {encoder}": partial(
+        SequenceMetric,
+        test_subjects=LEFT_OUT,
+        heldout_subjects=[7],
+        encoder=encoder,
+        hidden_size=3,
+        per_class=2,
+        evaluation_size=5,
+        data=some_windows(),
+        dtype="float64",
+    )
+    for encoder in ("siamese", "coupled")
+}
 OPTIMISEES = {
     "quadratic": partial(Quadratic, 4, "float64"),
     "mlp on images": partial(on_pictures, mlp, (3,)),
@@ -291,6 +306,7 @@ OPTIMISEES = {
     **SAMPLED,
     **LANGUAGE_MODELS,
     **DRAWS,
+    **SEQUENCE_METRICS,
 }
 
 

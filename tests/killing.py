@@ -27,6 +27,20 @@ def killed(work, moment):
         work(report=report)
 
 
+def interrupted(monkeypatch, module, name, call):
+    """Puts a function in the place of `module.name` that is interrupted at its `call`-th call; the calls' arguments."""
+    calls, plain = [], getattr(module, name)
+
+    def stopping(*args, **options):
+        calls.append(args)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        return plain(*args, **options)
+
+    monkeypatch.setattr(module, name, stopping)
+    return calls
+
+
 def kill_ten_times(arguments, run, pause):
     """Runs `l2lopt … --resume` in `run`, kills it ten times up to `pause` seconds after a new checkpoint, and ends it.
 

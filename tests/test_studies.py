@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 import torch
+from killing import interrupted
 
 from l2lopt import evaluation, studies
 from l2lopt.errors import UserError
@@ -88,16 +89,7 @@ def test_means_are_over_meta_seeds_and_problems(made):
 
 
 def test_a_stopped_study_goes_on_where_it_stood(made, tmp_path, monkeypatch):
-    source, calls = written(tmp_path), []
-    plain = evaluation.learned_run
-
-    def stopping(*args, **options):
-        calls.append(args)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return plain(*args, **options)
-
-    monkeypatch.setattr(evaluation, "learned_run", stopping)
+    source, calls = written(tmp_path), interrupted(monkeypatch, evaluation, "learned_run", 3)
     with pytest.raises(KeyboardInterrupt):
         studies.reproduce(source, tmp_path / "run")
     studies.reproduce(source, tmp_path / "run")
