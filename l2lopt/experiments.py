@@ -7,6 +7,7 @@ import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from l2lopt.records import NoRecords, Records, existing, write_json, write_text,
 from l2lopt.tables import Choice
 from l2lopt.threads import cpu_threads
 from l2lopt.training import Trained
-from l2lopt.types import Report, silent
+from l2lopt.types import Params, Report, silent
 from optimisees.language_model import LanguageModel
+from optimisees.sequence_labelling import SequenceLabelling
 from optimisees.text import Corpus, Vocabulary
 
 _MADE = (
@@ -34,6 +36,8 @@ _MADE = (
     "model.safetensors",
     "result.json",
     "vocabulary.json",
+    "labels.json",
+    "mistakes.txt",
 )
 _log = logging.getLogger(__name__)
 
@@ -154,7 +158,9 @@ def train(
 
     Leaves `config.toml`, `metrics.jsonl`, TensorBoard events, `model.safetensors` (parameters as "params/…", the loss's
     own state as "aux/…", and in the header what they are), `result.json` and the training curve in `figures/` in the
-    run's folder.
+    run's folder. A language model leaves `vocabulary.json` too; sequence labelling that, `labels.json` (precision,
+    recall and F1 of each label on the test sequences, and the one of them with most changes of label, which is drawn in
+    `figures/`) and `mistakes.txt` (a line for each of theirs, by file and line where they are tokens).
 
     Args:
         config: a TOML file, a mapping, or a `TrainConfig`.
@@ -174,12 +180,17 @@ def train(
     work = settings.model_dump(mode="json", exclude={"label"}) | {"weights": _digest(settings.optimiser)}
     if isinstance(built.optimisee, LanguageModel):
         work |= {"corpus": built.optimisee.texts.digest()}
+    if isinstance(built.optimisee, SequenceLabelling):
+        work |= {"data": built.optimisee.data.digest()}
     checkpoint = CheckpointFile(folder / "checkpoint.safetensors", work)
     kept = checkpoint.load()
     write_text(folder / "config.toml", configs.dump(settings))
     if isinstance(built.optimisee, LanguageModel):
         write_json(folder / "vocabulary.json", built.optimisee.texts.vocabulary.facts())
         _log.info(built.optimisee.counts().told())
+    if isinstance(built.optimisee, SequenceLabelling):
+        data = built.optimisee.data
+        write_json(folder / "vocabulary.json", {"tokens": data.tokens, "labels": data.classes})
     with closing(Records(folder, kept[0]["step"] if kept else -1)) as records, cpu_threads(settings.threads):
         result = training.train(
             built.optimisee,
@@ -205,6 +216,8 @@ def train(
     tensors = {f"{part}/{name}": value for part, named in parts.items() for name, value in named.items()}
     store.write(folder / "model.safetensors", "l2lopt.model", facts, tensors)
     write_json(folder / "result.json", facts)
+    if isinstance(built.optimisee, SequenceLabelling):
+        _write_labels(folder, built.optimisee, result.params)
     plot(folder)
     return result
 
@@ -246,7 +259,7 @@ def plot(*runs: str | Path) -> list[Path]:
     """Draws into `figures/` of every run's folder, as PNG and SVG, what its records hold.
 
     That is `loss-curves` from `evaluation.csv`, or, where `train` has left the run, `training-curve` from
-    `metrics.jsonl`.
+    `metrics.jsonl` and `labelled-sequence` from `labels.json`, if it is there.
 
     Raises:
         UserError: for a run without an evaluation, or a damaged one.
@@ -257,6 +270,8 @@ def plot(*runs: str | Path) -> list[Path]:
         if (folder / "result.json").exists():
             curves = plotting.read_training(folder / "metrics.jsonl")
             paths += plotting.training_curve(curves, folder / "figures", title=folder.name)
+            if (folder / "labels.json").exists():
+                paths += plotting.labelled_sequence(plotting.read_labelled(folder / "labels.json"), folder / "figures")
             continue
         bands = plotting.read(folder / "evaluation.csv")
         breaks = _horizons(folder / "evaluation.json")
@@ -294,6 +309,36 @@ def demo(
     """Meta-trains the demo's optimiser, evaluates it, draws the curves; an earlier demo in the folder is replaced."""
     folder = meta_train(configs.demo(), run, changes=changes, overwrite=True, report=report)
     return evaluate(folder, report=report), plot(folder)
+
+
+def _write_labels(folder: Path, optimisee: SequenceLabelling, params: Params) -> None:
+    """`labels.json` and `mistakes.txt`, of the test sequences."""
+    data, (true, found, scores) = optimisee.data, optimisee.label(params)
+    classes, wrong = data.classes, []
+    for sequence, pair in enumerate(zip(true, found, strict=True)):
+        for position, (one, other) in enumerate(zip(*pair, strict=True)):
+            if one != other:
+                wrong.append(f"{data.test.places(sequence, position)}: {classes[one]} taken for {classes[other]}\n")
+    write_text(folder / "mistakes.txt", "".join(wrong))
+    shown = max(range(len(true)), key=lambda k: sum(a != b for a, b in pairwise(true[k])))
+    example = data.test.inputs[: len(true[shown]), shown].tolist()
+    facts = {
+        "f1": scores.f1,
+        "labels": scores.labels,
+        "mistakes": len(wrong),
+        "positions": sum(map(len, true)),
+        "example": {
+            "place": data.test.places(shown, 0),
+            "classes": classes,
+            "true": true[shown],
+            "found": found[shown],
+            "tokens": None if data.tokens is None else [data.tokens[k] for k in example],
+            "signals": example if data.tokens is None else None,
+            "rate": data.rate,
+        },
+    }
+    write_json(folder / "labels.json", facts)
+    _log.info(f"{len(wrong):,} of {facts['positions']:,} test labels are wrong: {folder / 'mistakes.txt'}")
 
 
 def _claim(folder: Path, overwrite: bool, resume: bool) -> Path:

@@ -1,6 +1,5 @@
 """Studies of language models: cells × seeds as one table, beside n-gram models of the same text."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -16,7 +15,7 @@ from l2lopt import config as configs
 from l2lopt import experiments
 from l2lopt.config import TrainConfig
 from l2lopt.errors import UserError, did_you_mean
-from l2lopt.pieces import make_all, slug
+from l2lopt.pieces import kept, make_all, slug
 from l2lopt.records import write_json, write_text
 from l2lopt.settings import Settings
 from l2lopt.types import Report
@@ -123,9 +122,9 @@ def _make(piece: _Piece, report: Report) -> _Found:
         "recipe": piece.config.model_dump(mode="json", exclude={"label"}),
         "corpus": model.texts.digest(),
     }
-    kept = _kept(path, work)
-    if kept is not None:
-        return kept
+    found = _kept(path, work)
+    if found is not None:
+        return found
     result = experiments.train(piece.config, piece.folder, resume=True, report=report)
     own = _Found(result.watched["perplexity"], result.metrics["perplexity"], model.counts(), result.speed)
     write_json(path, {"work": work, **own._asdict()})
@@ -134,12 +133,12 @@ def _make(piece: _Piece, report: Report) -> _Found:
 
 def _kept(path: Path, work: Mapping[str, Any]) -> _Found | None:
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-        if facts.pop("work") != json.loads(json.dumps(work)):
+        facts = kept(path, work)
+        if facts is None:
             return None
         numbers = {name: math.nan if facts[name] is None else float(facts[name]) for name in ("valid", "test", "speed")}
         return _Found(counts=Counts(*facts["counts"]), **numbers)
-    except (OSError, ValueError, KeyError, TypeError):  # absent or damaged: made anew
+    except (ValueError, KeyError, TypeError):  # damaged: made anew
         return None
 
 

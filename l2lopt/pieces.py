@@ -1,9 +1,11 @@
 """The pieces of long work, made one after the other or in processes of their own."""
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 from l2lopt.types import Report, silent
 
@@ -37,6 +39,18 @@ def make_all(make: Callable[[P, Report], object], pieces: Sequence[P], jobs: int
 def _leave(make: Callable[[P, Report], object], piece: P) -> None:
     """`make` for its files alone: tensors that came from another process would each hold a file open."""
     make(piece, silent)
+
+
+def kept(path: Path, work: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The facts that a piece left in a JSON file beside what it was made from, under "work".
+
+    None where that is other work, and for a file that is absent or damaged: the piece is then made anew.
+    """
+    try:
+        facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return facts if facts.pop("work") == json.loads(json.dumps(work)) else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def slug(label: str) -> str:

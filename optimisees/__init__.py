@@ -12,6 +12,7 @@ from optimisees.mlp import mlp
 from optimisees.module import ModuleOptimisee
 from optimisees.quadratic import Quadratic
 from optimisees.resnet import resnet
+from optimisees.sequence_labelling import SequenceLabelling
 
 OPTIMISEES: Mapping[str, Callable[..., Optimisee]] = {
     "quadratic": Quadratic,
@@ -19,6 +20,7 @@ OPTIMISEES: Mapping[str, Callable[..., Optimisee]] = {
     "convnet": convnet,
     "language-model": LanguageModel,
     "resnet": resnet,
+    "sequence-labelling": SequenceLabelling,
 }
 
 
@@ -35,6 +37,7 @@ __all__ = [
     "ModuleOptimisee",
     "Optimisee",
     "Quadratic",
+    "SequenceLabelling",
     "convnet",
     "digits",
     "make",

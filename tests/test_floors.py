@@ -12,6 +12,7 @@ FLOORS = {
     "l2lopt.cli": 11,
     "l2lopt.studies": 10,
     "l2lopt.language_studies": 9,
+    "l2lopt.labelling_studies": 9,
     "l2lopt.experiments": 8,
     "l2lopt.forecast": 8,
     "l2lopt.config": 7,
