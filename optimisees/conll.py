@@ -116,9 +116,9 @@ def by_entity(labels: Sequence[str], true: Classes, found: Classes) -> Scores:
 
 
 def _seqeval() -> Any:
-    """The package's metrics."""
+    """The package's module of metrics."""
     try:
-        return importlib.import_module("seqeval.metrics")
+        return importlib.import_module("seqeval.metrics.sequence_labeling")
     except ImportError:
         remedy = 'pip install "l2lopt[labelling]"'
         raise UserError("conll", expected="the package seqeval", found="none", remedy=remedy) from None
