@@ -95,7 +95,7 @@ class SequenceLabelling(Optimisee):
         self._whole = {split: (_batch(part), int(part.lengths.sum())) for split, part in self._splits.items()}
 
     def init(self, seed: int) -> tuple[Params, Aux]:
-        """Embeddings from N(0, 0.1²), U and c from U(±1/√width) and the cells' own initial values; no state."""
+        """Embeddings from N(0, 0.1²), U and c from U(±1/√width) and the cells' own initial values; no accuracy yet."""
         with seeded(seed_of("init", seed)):
             params = {f"stack.{name}": value.detach() for name, value in self._stacked().named_parameters()}
             bound = 1 / math.sqrt(self.width)
@@ -103,7 +103,8 @@ class SequenceLabelling(Optimisee):
                 params[f"output.{name}"] = torch.empty(shape, dtype=self.dtype).uniform_(-bound, bound)
             if self.data.tokens is not None:
                 params["embedding"] = 0.1 * torch.randn(len(self.data.tokens), self.embedding_size, dtype=self.dtype)
-        return {name: value.to(self.device) for name, value in params.items()}, {}
+        aux = {"accuracy": torch.zeros((), dtype=self.dtype, device=self.device)}
+        return {name: value.to(self.device) for name, value in params.items()}, aux
 
     def batch(self, split: Split, seed: int, step: int) -> Batch:
         """{"inputs" [T, B] or [T, B, N], "classes" [T, B], "lengths" [B], "masks"}, T that of the longest of all."""
@@ -120,9 +121,11 @@ class SequenceLabelling(Optimisee):
         return _batch(part, chosen) | {"masks": masks}
 
     def loss(self, params: Params, aux: Aux, batch: Batch) -> tuple[Tensor, Aux]:
-        """The mean cross-entropy with the batch's masks."""
+        """The mean cross-entropy with the batch's masks, and the accuracy with them."""
         batch = _trimmed(batch)
-        return _cross_entropy(self._logits(params, batch), batch), {}
+        logits = self._logits(params, batch)
+        hits = ((logits.argmax(-1) == batch["classes"]) & _alive(batch)).sum()
+        return _cross_entropy(logits, batch), {"accuracy": (hits / batch["lengths"].sum()).to(self.dtype)}
 
     def evaluate(self, params: Params, aux: Aux, batch: Batch) -> Tensor:
         """The mean cross-entropy without any mask."""
@@ -143,8 +146,8 @@ class SequenceLabelling(Optimisee):
         yield self._whole[split]
 
     def step_facts(self, batch: Batch, aux: Aux) -> StepFacts:
-        """The batch's positions."""
-        return StepFacts(samples=int(batch["lengths"].sum()), unit="positions")
+        """The batch's positions, and its accuracy under dropout."""
+        return StepFacts(1.0, int(batch["lengths"].sum()), "positions", {"accuracy": float(aux["accuracy"])})
 
     def epoch(self, split: Split, seed: int, number: int) -> int:
         """Passes of full batches."""
@@ -224,10 +227,16 @@ def _chunks(batch: Batch) -> Iterator[Batch]:
 
 def _cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
     """The mean over positions that are no padding."""
-    steps = torch.arange(len(logits), device=logits.device)
-    alive = steps[:, None] < batch["lengths"]
+    alive = _alive(batch)
     logs = logits.log_softmax(-1).gather(-1, torch.where(alive, batch["classes"], 0)[..., None])[..., 0]
     return torch.where(alive, logs, 0.0).sum().neg().div(alive.sum())
+
+
+def _alive(batch: Batch) -> Tensor:
+    """Whether a position is no padding, [T, B]."""
+    steps = torch.arange(len(batch["classes"]), device=batch["classes"].device)
+    alive: Tensor = steps[:, None] < batch["lengths"]
+    return alive
 
 
 def _cut(classes: Tensor, lengths: Tensor) -> list[list[int]]:

@@ -170,6 +170,7 @@ def test_a_figure_shows_both_labellings(tmp_path, monkeypatch):
 @pytest.mark.parametrize("patience", [None, 4])
 def test_killed_and_resumed_equals_the_whole_run(tmp_path, patience):
     settings = signals(tmp_path, epochs=5, **({"patience": patience} if patience else {}))
+    settings["optimisee"]["batch_size"], settings["optimisee"]["data"]["length"] = 10, 40
     l2lopt.train(settings, tmp_path / "whole")
     for moment in (1, 3, 5):
         killed(partial(l2lopt.train, settings, tmp_path / "run", resume=True), moment)
@@ -182,6 +183,7 @@ def test_killed_and_resumed_equals_the_whole_run(tmp_path, patience):
 @pytest.mark.slow
 def test_ten_real_kills(tmp_path):
     settings = signals(tmp_path, epochs=150, checkpoint_every=5)
+    settings["optimisee"]["batch_size"], settings["optimisee"]["data"]["length"] = 10, 40
     kill_ten_times(["train", written(tmp_path, settings)], tmp_path / "run", pause=0.3)
     assert files(tmp_path / "run") == files(tmp_path / "whole")
 

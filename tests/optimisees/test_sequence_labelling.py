@@ -72,7 +72,19 @@ def test_loss_and_gradients_are_those_of_the_equations(data, bidirectional):
         grad(function)(params)
         for function in (lambda p: model.loss(p, {}, batch)[0], lambda p: literal(model, p, batch, batch["masks"]))
     )
-    laws.assert_close(model.loss(params, {}, batch)[0], literal(model, params, batch, batch["masks"]))
+    loss, aux = model.loss(params, {}, batch)
+    laws.assert_close(loss, literal(model, params, batch, batch["masks"]))
+    right = [
+        int(log.argmax()) == label
+        for b, length in enumerate(batch["lengths"].tolist())
+        for log, label in zip(
+            of_one(model, params, batch["inputs"][:length, b], [batch["masks"][name][b] for name in "012"]),
+            batch["classes"][:length, b].tolist(),
+            strict=True,
+        )
+    ]
+    assert aux["accuracy"].item() == pytest.approx(sum(right) / len(right))
+    assert model.step_facts(batch, aux).figures == {"accuracy": pytest.approx(sum(right) / len(right))}
     laws.assert_close(found, wanted, 1e-11)
     leaves = {name: value.clone().requires_grad_() for name, value in params.items()}
     slopes = torch.autograd.grad(model.loss(leaves, {}, batch)[0], list(leaves.values()))  # by the derived passes
@@ -141,7 +153,7 @@ def test_an_epoch_shows_every_sequence_once():
     orders = [model.batch("train", *key)["inputs"][0, :, 0].tolist() for key in ((0, 0), (0, 2), (1, 0))]
     assert orders[0] != orders[1] != orders[2] != orders[0]
     assert model.batch("heldout", 0, 0)["lengths"].sum() == SIGNALS.valid.lengths.sum()
-    facts = model.step_facts(model.batch("train", 0, 0), {})
+    facts = model.step_facts(model.batch("train", 0, 0), {"accuracy": torch.ones(())})
     assert (facts.unit, facts.samples, facts.rate) == ("positions", int(model.batch("train", 0, 0)["lengths"].sum()), 1)
 
 
@@ -169,7 +181,7 @@ def test_dropout_is_one_mask_a_sequence_and_none_at_evaluation():
 
 def test_initial_values():
     params, aux = MADE(few_labelled(5), embedding_size=100).init(seed_of("x"))
-    assert aux == {}
+    assert aux == {"accuracy": 0}
     assert params["embedding"].shape == (5, 100)
     assert params["embedding"].std().item() == pytest.approx(0.1, rel=0.2)
     assert 0.2 < params["output.weight"].abs().max() <= 0.5
