@@ -9,6 +9,8 @@ import time
 
 import pytest
 
+from l2lopt import experiments
+
 
 class Killed(BaseException):
     """Stands for SIGKILL: nothing in the library catches it."""
@@ -25,6 +27,20 @@ def killed(work, moment):
 
     with pytest.raises(Killed):
         work(report=report)
+
+
+def interrupting(monkeypatch, count):
+    """Makes the `count`-th training stop before it starts; the names of all trainings' folders, as they come."""
+    trained, plain = [], experiments.train
+
+    def stopping(*args, **options):
+        trained.append(args[1].name)
+        if len(trained) == count:
+            raise KeyboardInterrupt
+        return plain(*args, **options)
+
+    monkeypatch.setattr(experiments, "train", stopping)
+    return trained
 
 
 def kill_ten_times(arguments, run, pause):

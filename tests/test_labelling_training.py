@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import tomli_w
 from activities import small_har
-from killing import kill_ten_times, killed
+from killing import interrupting, killed
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_cli import called
 from test_training import files
 
 import l2lopt
 from l2lopt import config as configs
-from l2lopt import experiments, labelling_studies, plotting, studies
+from l2lopt import labelling_studies, plotting, studies
 from l2lopt.config import TrainConfig
 from l2lopt.errors import UserError
 
@@ -180,14 +180,6 @@ def test_killed_and_resumed_equals_the_whole_run(tmp_path, patience):
         assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-@pytest.mark.slow
-def test_ten_real_kills(tmp_path):
-    settings = signals(tmp_path, epochs=150, checkpoint_every=5)
-    settings["optimisee"]["batch_size"], settings["optimisee"]["data"]["length"] = 10, 40
-    kill_ten_times(["train", written(tmp_path, settings)], tmp_path / "run", pause=0.3)
-    assert files(tmp_path / "run") == files(tmp_path / "whole")
-
-
 @needs_seqeval
 @pytest.mark.usefixtures("_without_figures")
 def test_other_files_are_refused_on_resuming(tmp_path):
@@ -234,15 +226,7 @@ def study(folder, **changes):
 
 @pytest.mark.usefixtures("_without_figures")
 def test_a_study_makes_its_table_and_goes_on_where_it_stood(tmp_path, monkeypatch, capsys):
-    source, trained, plain = study(tmp_path), [], experiments.train
-
-    def stopping(*args, **options):
-        trained.append(args[1].name)
-        if len(trained) == 2:
-            raise KeyboardInterrupt
-        return plain(*args, **options)
-
-    monkeypatch.setattr(experiments, "train", stopping)
+    source, trained = study(tmp_path), interrupting(monkeypatch, 2)
     with pytest.raises(KeyboardInterrupt):
         studies.reproduce(source, tmp_path / "run")
     code, out, err = called(monkeypatch, capsys, "reproduce", source, "--run", tmp_path / "run")

@@ -14,14 +14,14 @@ import tomli_w
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from killing import kill_ten_times, killed
+from killing import interrupting, kill_ten_times, killed
 from test_cli import called
 from test_training import files
 
 import l2lopt
 import optimisees
 from l2lopt import config as configs
-from l2lopt import experiments, language_studies, plotting, studies, training
+from l2lopt import language_studies, plotting, studies, training
 from l2lopt.config import TrainConfig
 from l2lopt.errors import UserError
 from l2lopt.optimisee import measure
@@ -260,15 +260,7 @@ def study(folder, **changes):
 
 @pytest.mark.usefixtures("_without_figures")
 def test_a_study_makes_its_table_and_goes_on_where_it_stood(tmp_path, monkeypatch, capsys):
-    source, trained, plain = study(tmp_path), [], experiments.train
-
-    def stopping(*args, **options):
-        trained.append(args[1].name)
-        if len(trained) == 2:
-            raise KeyboardInterrupt
-        return plain(*args, **options)
-
-    monkeypatch.setattr(experiments, "train", stopping)
+    source, trained = study(tmp_path), interrupting(monkeypatch, 2)
     with pytest.raises(KeyboardInterrupt):
         studies.reproduce(source, tmp_path / "run")
     code, out, err = called(monkeypatch, capsys, "reproduce", source, "--run", tmp_path / "run")

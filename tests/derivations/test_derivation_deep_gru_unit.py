@@ -1,7 +1,8 @@
 """Seed 003 (Adamson 2015, "Deep recurrent neural network with gated recurrent units"): one unit, and eqs. 7 and 8.
 
 Misprints: the layer-up derivation drops the reset gate's path and, along h→, has W_z where W is due, the recurrent
-one's last lines do not close, eq. 8 repeats h where it needs h̃, eq. 7 takes the candidate's state from elsewhere than t + 1.
+one's last lines do not close, eq. 8 repeats h where it needs h̃, eq. 7 takes the candidate's state from elsewhere than
+t + 1.
 """
 
 import pytest
