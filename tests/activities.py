@@ -39,3 +39,11 @@ def _signal(subject: int, activity: int, windows: int, noise: torch.Generator) -
     phases = 2 * math.pi * torch.rand(9, 1, generator=noise)
     tone = torch.sin(2 * math.pi * (1 + activity + 0.05 * subject) * time + phases)
     return activity + tone + 0.3 * torch.randn(tone.shape, generator=noise)
+
+
+def some_windows(steps: int = 6, each: int = 2) -> har.Windows:
+    """`each` short windows of random signals for each of five subjects and three activities."""
+    noise = torch.Generator().manual_seed(1)
+    keys = torch.cartesian_prod(torch.tensor([1, 2, 4, 7, 9]), torch.arange(3), torch.arange(each))
+    signals = torch.randn(len(keys), 9, steps, generator=noise) + 2 * keys[:, 1, None, None]
+    return har.Windows(signals, keys[:, 1], keys[:, 0], ("a", "b", "c"))
