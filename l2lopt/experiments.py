@@ -311,6 +311,30 @@ def demo(
     return evaluate(folder, report=report), plot(folder)
 
 
+def _claim(folder: Path, overwrite: bool, resume: bool) -> Path:
+    """The folder, made if need be, without an earlier run's files."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(str(folder), expected="a folder", found="a file", remedy="choose another --run")
+    if folder.exists() and any(folder.iterdir()):
+        if resume:
+            return folder
+        if not overwrite:
+            remedy = "choose another --run, or pass --resume to go on or --overwrite to replace it"
+            raise UserError(str(folder), expected="a new or empty folder", found="an earlier run", remedy=remedy)
+        for path in [*(folder / name for name in _MADE), *folder.glob("events.out.tfevents.*")]:
+            path.unlink(missing_ok=True)
+        shutil.rmtree(folder / "figures", ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _digest(optimiser: Choice) -> str | None:
+    """What tells the weights that an optimiser is loaded from, if it is, from all others."""
+    if isinstance(optimiser, str) or "weights" not in optimiser:
+        return None
+    return hashlib.sha256(weights.find(optimiser["weights"]).read_bytes()).hexdigest()
+
+
 def _write_labels(folder: Path, optimisee: SequenceLabelling, params: Params) -> None:
     """`labels.json` and `mistakes.txt`, of the test sequences."""
     data, (true, found, scores) = optimisee.data, optimisee.label(params)
@@ -339,30 +363,6 @@ def _write_labels(folder: Path, optimisee: SequenceLabelling, params: Params) ->
     }
     write_json(folder / "labels.json", facts)
     _log.info(f"{len(wrong):,} of {facts['positions']:,} test labels are wrong: {folder / 'mistakes.txt'}")
-
-
-def _claim(folder: Path, overwrite: bool, resume: bool) -> Path:
-    """The folder, made if need be, without an earlier run's files."""
-    if folder.exists() and not folder.is_dir():
-        raise UserError(str(folder), expected="a folder", found="a file", remedy="choose another --run")
-    if folder.exists() and any(folder.iterdir()):
-        if resume:
-            return folder
-        if not overwrite:
-            remedy = "choose another --run, or pass --resume to go on or --overwrite to replace it"
-            raise UserError(str(folder), expected="a new or empty folder", found="an earlier run", remedy=remedy)
-        for path in [*(folder / name for name in _MADE), *folder.glob("events.out.tfevents.*")]:
-            path.unlink(missing_ok=True)
-        shutil.rmtree(folder / "figures", ignore_errors=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def _digest(optimiser: Choice) -> str | None:
-    """What tells the weights that an optimiser is loaded from, if it is, from all others."""
-    if isinstance(optimiser, str) or "weights" not in optimiser:
-        return None
-    return hashlib.sha256(weights.find(optimiser["weights"]).read_bytes()).hexdigest()
 
 
 def _config_of(folder: Path, changes: Sequence[str]) -> Config:

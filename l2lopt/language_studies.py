@@ -122,18 +122,17 @@ def _make(piece: _Piece, report: Report) -> _Found:
         "recipe": piece.config.model_dump(mode="json", exclude={"label"}),
         "corpus": model.texts.digest(),
     }
-    found = _kept(path, work)
-    if found is not None:
-        return found
+    own = _read(kept(path, work))
+    if own is not None:
+        return own
     result = experiments.train(piece.config, piece.folder, resume=True, report=report)
     own = _Found(result.watched["perplexity"], result.metrics["perplexity"], model.counts(), result.speed)
     write_json(path, {"work": work, **own._asdict()})
     return own
 
 
-def _kept(path: Path, work: Mapping[str, Any]) -> _Found | None:
+def _read(facts: Mapping[str, Any] | None) -> _Found | None:
     try:
-        facts = kept(path, work)
         if facts is None:
             return None
         numbers = {name: math.nan if facts[name] is None else float(facts[name]) for name in ("valid", "test", "speed")}

@@ -42,10 +42,7 @@ def _leave(make: Callable[[P, Report], object], piece: P) -> None:
 
 
 def kept(path: Path, work: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The facts that a piece left in a JSON file beside what it was made from, under "work".
-
-    None where that is other work, and for a file that is absent or damaged: the piece is then made anew.
-    """
+    """What a JSON file says that a piece has found, if its key "work" is `work`; None if absent, damaged or older."""
     try:
         facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return facts if facts.pop("work") == json.loads(json.dumps(work)) else None

@@ -123,37 +123,6 @@ def loss_curves(
         return _written(figure, folder, "loss-curves")
 
 
-def training_curve(
-    curves: Mapping[str, tuple[np.ndarray, np.ndarray]], folder: Path, title: str = "", smoothing: int = 50
-) -> list[Path]:
-    """Draws the training loss of each step with its running mean, and the watched loss, against the step.
-
-    Args:
-        curves: from `read_training`.
-        folder: gets `training-curve.png` and `training-curve.svg`.
-        title: above the panel.
-        smoothing: the running mean is over a window of the steps that went before, this fraction of them all: 1/50.
-    """
-    with plt.rc_context(_STYLE):
-        figure, panel = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
-        for index, (stage, (steps, losses)) in enumerate(curves.items()):
-            colour = _LEARNED[index % len(_LEARNED)]
-            if stage == "train":
-                panel.plot(steps, losses, color=colour, linewidth=0.6, alpha=0.25)
-                mean = _running_mean(losses, max(1, len(losses) // smoothing))
-                panel.plot(steps, mean, color=colour, linewidth=1.8, label="training batches")
-            else:
-                label = f"{'held-out' if stage == 'heldout' else stage} set"
-                panel.plot(steps, losses, color=colour, linestyle=(0, (5, 1.5)), marker="o", markersize=4, label=label)
-        values = np.concatenate([losses[np.isfinite(losses)] for _, losses in curves.values()])
-        panel.set(xlabel="step", ylabel="mean loss, nats per sample", yscale="log" if (values > 0).all() else "linear")
-        panel.grid(True, which="major", linewidth=0.4, alpha=0.5)
-        panel.legend(frameon=False)
-        if title:
-            panel.set_title(title)
-        return _written(figure, folder, "training-curve")
-
-
 class Example(NamedTuple):
     """A labelled sequence of T positions.
 
@@ -225,6 +194,37 @@ def labelled_sequence(example: Example, folder: Path) -> list[Path]:
         panel.set_xlabel("token" if example.tokens is not None else "s" if example.rate else "position")
         figure.suptitle(example.place, fontsize=10, parse_math=False)
         return _written(figure, folder, "labelled-sequence")
+
+
+def training_curve(
+    curves: Mapping[str, tuple[np.ndarray, np.ndarray]], folder: Path, title: str = "", smoothing: int = 50
+) -> list[Path]:
+    """Draws the training loss of each step with its running mean, and the watched loss, against the step.
+
+    Args:
+        curves: from `read_training`.
+        folder: gets `training-curve.png` and `training-curve.svg`.
+        title: above the panel.
+        smoothing: the running mean is over a window of the steps that went before, this fraction of them all: 1/50.
+    """
+    with plt.rc_context(_STYLE):
+        figure, panel = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
+        for index, (stage, (steps, losses)) in enumerate(curves.items()):
+            colour = _LEARNED[index % len(_LEARNED)]
+            if stage == "train":
+                panel.plot(steps, losses, color=colour, linewidth=0.6, alpha=0.25)
+                mean = _running_mean(losses, max(1, len(losses) // smoothing))
+                panel.plot(steps, mean, color=colour, linewidth=1.8, label="training batches")
+            else:
+                label = f"{'held-out' if stage == 'heldout' else stage} set"
+                panel.plot(steps, losses, color=colour, linestyle=(0, (5, 1.5)), marker="o", markersize=4, label=label)
+        values = np.concatenate([losses[np.isfinite(losses)] for _, losses in curves.values()])
+        panel.set(xlabel="step", ylabel="mean loss, nats per sample", yscale="log" if (values > 0).all() else "linear")
+        panel.grid(True, which="major", linewidth=0.4, alpha=0.5)
+        panel.legend(frameon=False)
+        if title:
+            panel.set_title(title)
+        return _written(figure, folder, "training-curve")
 
 
 def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
