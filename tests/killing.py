@@ -9,8 +9,6 @@ import time
 
 import pytest
 
-from l2lopt import experiments
-
 
 class Killed(BaseException):
     """Stands for SIGKILL: nothing in the library catches it."""
@@ -29,18 +27,18 @@ def killed(work, moment):
         work(report=report)
 
 
-def interrupting(monkeypatch, count):
-    """Makes the `count`-th training stop before it starts; the names of all trainings' folders, as they come."""
-    trained, plain = [], experiments.train
+def interrupted(monkeypatch, module, name, call):
+    """Puts a function in the place of `module.name` that is interrupted at its `call`-th call; the calls' arguments."""
+    calls, plain = [], getattr(module, name)
 
     def stopping(*args, **options):
-        trained.append(args[1].name)
-        if len(trained) == count:
+        calls.append(args)
+        if len(calls) == call:
             raise KeyboardInterrupt
         return plain(*args, **options)
 
-    monkeypatch.setattr(experiments, "train", stopping)
-    return trained
+    monkeypatch.setattr(module, name, stopping)
+    return calls
 
 
 def kill_ten_times(arguments, run, pause):

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import tomli_w
 from activities import small_har
-from killing import interrupting, killed
+from killing import interrupted, killed
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_cli import called
 from test_training import files
 
 import l2lopt
 from l2lopt import config as configs
-from l2lopt import labelling_studies, plotting, studies
+from l2lopt import experiments, labelling_studies, plotting, studies
 from l2lopt.config import TrainConfig
 from l2lopt.errors import UserError
 
@@ -226,12 +226,12 @@ def study(folder, **changes):
 
 @pytest.mark.usefixtures("_without_figures")
 def test_a_study_makes_its_table_and_goes_on_where_it_stood(tmp_path, monkeypatch, capsys):
-    source, trained = study(tmp_path), interrupting(monkeypatch, 2)
+    source, trained = study(tmp_path), interrupted(monkeypatch, experiments, "train", 2)
     with pytest.raises(KeyboardInterrupt):
         studies.reproduce(source, tmp_path / "run")
     code, out, err = called(monkeypatch, capsys, "reproduce", source, "--run", tmp_path / "run")
     assert (code, err) == (0, "")
-    assert trained == ["2-layers-0", "forward-0", "forward-0", "2-layers-1", "forward-1"]
+    assert [args[1].name for args in trained] == ["2-layers-0", "forward-0", "forward-0", "2-layers-1", "forward-1"]
     text = (tmp_path / "run" / "table.md").read_text()
     assert text.strip() in out
     found = json.loads((tmp_path / "run" / "table.json").read_text())

@@ -14,14 +14,14 @@ import tomli_w
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from killing import interrupting, kill_ten_times, killed
+from killing import interrupted, kill_ten_times, killed
 from test_cli import called
 from test_training import files
 
 import l2lopt
 import optimisees
 from l2lopt import config as configs
-from l2lopt import language_studies, plotting, studies, training
+from l2lopt import experiments, language_studies, plotting, studies, training
 from l2lopt.config import TrainConfig
 from l2lopt.errors import UserError
 from l2lopt.optimisee import measure
@@ -260,16 +260,24 @@ def study(folder, **changes):
 
 @pytest.mark.usefixtures("_without_figures")
 def test_a_study_makes_its_table_and_goes_on_where_it_stood(tmp_path, monkeypatch, capsys):
-    source, trained = study(tmp_path), interrupting(monkeypatch, 2)
+    source, trained = study(tmp_path), interrupted(monkeypatch, experiments, "train", 2)
     with pytest.raises(KeyboardInterrupt):
         studies.reproduce(source, tmp_path / "run")
     code, out, err = called(monkeypatch, capsys, "reproduce", source, "--run", tmp_path / "run")
     assert (code, err) == (0, "")
-    assert trained == ["lstm-0", "irc-lstm-0", "irc-lstm-0", "lstm-1"]  # every run's first seed comes first
+    assert [args[1].name for args in trained] == [
+        "lstm-0",
+        "irc-lstm-0",
+        "irc-lstm-0",
+        "lstm-1",
+    ]  # every run's first seed comes first
     text = (tmp_path / "run" / "table.md").read_text()
     assert text.strip() in out
     found = json.loads((tmp_path / "run" / "table.json").read_text())
-    own = {name: json.loads((tmp_path / "run" / name / "result.json").read_text()) for name in set(trained)}
+    own = {
+        name: json.loads((tmp_path / "run" / name / "result.json").read_text())
+        for name in {args[1].name for args in trained}
+    }
     tests = [own[f"lstm-{seed}"]["metrics"]["perplexity"] for seed in (0, 1)]
     assert [found["runs"]["LSTM"][seed]["test"] for seed in "01"] == tests
     assert found["runs"]["IRC-LSTM"]["0"]["valid"] == own["irc-lstm-0"]["watched"]["perplexity"]
