@@ -130,7 +130,9 @@ def train(
     console.print(f"parameters of step {result.step} of {result.steps}", highlight=False)
     for name, value in result.metrics.items():
         console.print(f"test {name}: {value:.5f}", highlight=False)
-    _left([folder / "model.safetensors", folder / "result.json", folder / "figures" / "training-curve.png"])
+    files = [folder / name for name in ("model.safetensors", "result.json", "mistakes.txt")]
+    figures = [folder / "figures" / f"{name}.png" for name in ("training-curve", "labelled-sequence")]
+    _left([path for path in (*files, *figures) if path.exists()])
 
 
 @app.command()

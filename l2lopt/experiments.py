@@ -7,6 +7,7 @@ import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from l2lopt.types import Params, Report, silent
 from optimisees.datasets import blank
 from optimisees.draw import Draw
 from optimisees.language_model import LanguageModel
+from optimisees.sequence_labelling import SequenceLabelling
 from optimisees.sequence_metric import SequenceMetric
 from optimisees.text import Corpus, Vocabulary
 
@@ -42,6 +44,8 @@ _MADE = (
     "projector_config.pbtxt",
     "embedding.tsv",
     "embedding-labels.tsv",
+    "labels.json",
+    "mistakes.txt",
 )
 _log = logging.getLogger(__name__)
 
@@ -162,7 +166,10 @@ def train(
 
     Leaves `config.toml`, `metrics.jsonl`, TensorBoard events, `model.safetensors` (parameters as "params/…", the loss's
     own state as "aux/…", and in the header what they are), `result.json` and the training curve in `figures/` in the
-    run's folder; of a siamese sequence metric also the test windows for TensorBoard's projector.
+    run's folder. A language model leaves `vocabulary.json` too; sequence labelling that, `labels.json` (precision,
+    recall and F1 of each label on the test sequences, and the one of them with most changes of label, which is drawn in
+    `figures/`) and `mistakes.txt` (a line for each of theirs, by file and line where they are tokens); a siamese
+    sequence metric the test windows for TensorBoard's projector.
 
     Args:
         config: a TOML file, a mapping, or a `TrainConfig`.
@@ -184,6 +191,8 @@ def train(
         work |= {"corpus": built.optimisee.texts.digest()}
     if isinstance(built.optimisee, SequenceMetric):
         work |= {"windows": built.optimisee.digest}
+    if isinstance(built.optimisee, SequenceLabelling):
+        work |= {"data": built.optimisee.data.digest()}
     checkpoint = CheckpointFile(folder / "checkpoint.safetensors", work)
     kept = checkpoint.load()
     write_text(folder / "config.toml", configs.dump(settings))
@@ -191,6 +200,9 @@ def train(
         write_json(folder / "vocabulary.json", built.optimisee.texts.vocabulary.facts())
     if isinstance(built.optimisee, LanguageModel | Draw):
         _log.info(built.optimisee.counts().told())
+    if isinstance(built.optimisee, SequenceLabelling):
+        data = built.optimisee.data
+        write_json(folder / "vocabulary.json", {"tokens": data.tokens, "labels": data.classes})
     with closing(Records(folder, kept[0]["step"] if kept else -1)) as records, cpu_threads(settings.threads):
         result = training.train(
             built.optimisee,
@@ -216,6 +228,8 @@ def train(
     tensors = {f"{part}/{name}": value for part, named in parts.items() for name, value in named.items()}
     store.write(folder / "model.safetensors", "l2lopt.model", facts, tensors)
     write_json(folder / "result.json", facts)
+    if isinstance(built.optimisee, SequenceLabelling):
+        _write_labels(folder, built.optimisee, result.params)
     plot(folder)
     if isinstance(built.optimisee, SequenceMetric) and built.optimisee.encoder == "siamese":
         _project(folder, built.optimisee, result)
@@ -301,7 +315,7 @@ def plot(*runs: str | Path) -> list[Path]:
     """Draws into `figures/` of every run's folder, as PNG and SVG, what its records hold.
 
     That is `loss-curves` from `evaluation.csv`, or, where `train` has left the run, `training-curve` from
-    `metrics.jsonl`.
+    `metrics.jsonl` and `labelled-sequence` from `labels.json`, if it is there.
 
     Raises:
         UserError: for a run without an evaluation, or a damaged one.
@@ -312,6 +326,8 @@ def plot(*runs: str | Path) -> list[Path]:
         if (folder / "result.json").exists():
             curves = plotting.read_training(folder / "metrics.jsonl")
             paths += plotting.training_curve(curves, folder / "figures", title=folder.name)
+            if (folder / "labels.json").exists():
+                paths += plotting.labelled_sequence(plotting.read_labelled(folder / "labels.json"), folder / "figures")
             continue
         bands = plotting.read(folder / "evaluation.csv")
         breaks = _horizons(folder / "evaluation.json")
@@ -387,6 +403,36 @@ def _digest(optimiser: Choice) -> str | None:
     if isinstance(optimiser, str) or "weights" not in optimiser:
         return None
     return hashlib.sha256(weights.find(optimiser["weights"]).read_bytes()).hexdigest()
+
+
+def _write_labels(folder: Path, optimisee: SequenceLabelling, params: Params) -> None:
+    """`labels.json` and `mistakes.txt`, of the test sequences."""
+    data, (true, found, scores) = optimisee.data, optimisee.label(params)
+    classes, wrong = data.classes, []
+    for sequence, pair in enumerate(zip(true, found, strict=True)):
+        for position, (one, other) in enumerate(zip(*pair, strict=True)):
+            if one != other:
+                wrong.append(f"{data.test.places(sequence, position)}: {classes[one]} taken for {classes[other]}\n")
+    write_text(folder / "mistakes.txt", "".join(wrong))
+    shown = max(range(len(true)), key=lambda k: sum(a != b for a, b in pairwise(true[k])))
+    example = data.test.inputs[: len(true[shown]), shown].tolist()
+    facts = {
+        "f1": scores.f1,
+        "labels": scores.labels,
+        "mistakes": len(wrong),
+        "positions": sum(map(len, true)),
+        "example": {
+            "place": data.test.places(shown, 0),
+            "classes": classes,
+            "true": true[shown],
+            "found": found[shown],
+            "tokens": None if data.tokens is None else [data.tokens[k] for k in example],
+            "signals": example if data.tokens is None else None,
+            "rate": data.rate,
+        },
+    }
+    write_json(folder / "labels.json", facts)
+    _log.info(f"{len(wrong):,} of {facts['positions']:,} test labels are wrong: {folder / 'mistakes.txt'}")
 
 
 def _config_of(folder: Path, changes: Sequence[str]) -> Config:

@@ -23,6 +23,7 @@ from l2lopt import (
     experiments,
     forecast,
     kernels,
+    labelling_studies,
     language_studies,
     metric_studies,
     optimisers,
@@ -33,6 +34,7 @@ from l2lopt import (
 from l2lopt.config import Config
 from l2lopt.errors import UserError
 from l2lopt.evaluation import SPLITS, Curves, Evaluation, FreeRun, Tuned
+from l2lopt.labelling_studies import LabellingStudy
 from l2lopt.language_studies import LanguageStudy
 from l2lopt.metric_studies import MetricStudy
 from l2lopt.optimisers import Optimiser
@@ -106,7 +108,7 @@ def found(source: str | Path) -> Path:
     return configs.shipped("studies") / f"{source}.toml" if str(source) in shipped() else Path(source)
 
 
-def load(source: str | Path) -> Study | LanguageStudy | MetricStudy:
+def load(source: str | Path) -> Study | LanguageStudy | MetricStudy | LabellingStudy:
     """A study from a TOML file, or from the name of a shipped one.
 
     Raises:
@@ -117,7 +119,13 @@ def load(source: str | Path) -> Study | LanguageStudy | MetricStudy:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(str(path), expected="a TOML file", found=str(error), remedy="mend that place") from None
-    kind = LanguageStudy if "runs" in data else MetricStudy if "encoders" in data else Study
+    kinds: dict[str, type[LanguageStudy | MetricStudy | LabellingStudy]] = {
+        "runs": LanguageStudy,
+        "encoders": MetricStudy,
+        "labellers": LabellingStudy,
+    }
+    kind: type[Study | LanguageStudy | MetricStudy | LabellingStudy]
+    kind = next((kinds[key] for key in kinds if key in data), Study)
     try:
         return kind.model_validate(data)
     except ValidationError as error:
@@ -141,7 +149,8 @@ def reproduce(
 
     Args:
         source: the study's TOML file, or the name of a shipped study; with `runs` in it, it is one of language models,
-            see `language_studies`, with `encoders` one of sequence metrics, see `metric_studies`.
+            see `language_studies`, with `encoders` one of sequence metrics, see `metric_studies`, with `labellers`
+            one of sequence labelling, see `labelling_studies`.
         folder: where everything goes.
         changes: to every config, such as "evaluation.seeds=50".
         jobs: pieces made at the same time, each in a process of its own.
@@ -158,6 +167,8 @@ def reproduce(
         return language_studies.reproduce(study, found(source), folder, changes=changes, jobs=jobs, report=report)
     if isinstance(study, MetricStudy):
         return metric_studies.reproduce(study, found(source), folder, changes=changes, jobs=jobs, report=report)
+    if isinstance(study, LabellingStudy):
+        return labelling_studies.reproduce(study, found(source), folder, changes=changes, jobs=jobs, report=report)
     with distributed.together():
         place = _Place(str(found(source)), str(folder), tuple(changes))
         pieces = list(_pieces(study, place))

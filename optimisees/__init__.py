@@ -13,6 +13,7 @@ from optimisees.mlp import mlp
 from optimisees.module import ModuleOptimisee
 from optimisees.quadratic import Quadratic
 from optimisees.resnet import resnet
+from optimisees.sequence_labelling import SequenceLabelling
 from optimisees.sequence_metric import SequenceMetric
 
 OPTIMISEES: Mapping[str, Callable[..., Optimisee]] = {
@@ -23,6 +24,7 @@ OPTIMISEES: Mapping[str, Callable[..., Optimisee]] = {
     "language-model": LanguageModel,
     "resnet": resnet,
     "sequence-metric": SequenceMetric,
+    "sequence-labelling": SequenceLabelling,
 }
 
 
@@ -40,6 +42,7 @@ __all__ = [
     "ModuleOptimisee",
     "Optimisee",
     "Quadratic",
+    "SequenceLabelling",
     "SequenceMetric",
     "convnet",
     "digits",

@@ -21,7 +21,19 @@ from l2lopt import cells, optimisers, unrolls
 from l2lopt.optimisee import batch_rows, flat_loss, init_rows
 from l2lopt.optimisers import inputs, rules
 from l2lopt.types import Carry, Layout, Step, Target
-from optimisees import Draw, InMemory, LanguageModel, ModuleOptimisee, Quadratic, SequenceMetric, convnet, mlp, resnet
+from optimisees import (
+    Draw,
+    InMemory,
+    LanguageModel,
+    ModuleOptimisee,
+    Quadratic,
+    SequenceLabelling,
+    SequenceMetric,
+    convnet,
+    mlp,
+    resnet,
+)
+from optimisees.labelled import Labelled, Sequences, by_position
 from optimisees.text import EOS, Corpus, Vocabulary
 
 
@@ -298,6 +310,35 @@ SEQUENCE_METRICS = {
     )
     for encoder in ("siamese", "coupled")
 }
+
+
+def few_sequences(count: int, tokens: int | None, seed: int) -> Sequences:
+    """Of 1 to 5 positions in three classes: tokens, or real inputs of two numbers."""
+    lengths = [(seed + k) % 5 + 1 for k in range(count)]
+    inputs = [
+        normal(length, 2, seed=seed + k) if tokens is None else (torch.arange(length) + k) ** 2 % 7 % tokens
+        for k, length in enumerate(lengths)
+    ]
+    return Sequences.of(
+        inputs, [(torch.arange(length) + k) ** 3 % 3 for k, length in enumerate(lengths)], "{}:{}".format
+    )
+
+
+def few_labelled(tokens: int | None = None) -> Labelled:
+    """A small task."""
+    parts = [few_sequences(count, tokens, seed) for count, seed in ((8, 1), (4, 2), (5, 3))]
+    names = ("a", "b", "c")
+    return Labelled(names, *parts, partial(by_position, names), None if tokens is None else tuple("pqrst"[:tokens]))
+
+
+LABELLING = {
+    "sequence-labelling of tokens": partial(
+        SequenceLabelling, few_labelled(4), "deep-gru", 2, 3, True, 2, 0.3, batch_size=3, dtype="float64"
+    ),
+    "sequence-labelling of signals": partial(
+        SequenceLabelling, few_labelled(), "irc-gru", 1, 3, False, batch_size=3, dtype="float64"
+    ),
+}
 OPTIMISEES = {
     "quadratic": partial(Quadratic, 4, "float64"),
     "mlp on images": partial(on_pictures, mlp, (3,)),
@@ -307,6 +348,7 @@ OPTIMISEES = {
     **LANGUAGE_MODELS,
     **DRAWS,
     **SEQUENCE_METRICS,
+    **LABELLING,
 }
 
 

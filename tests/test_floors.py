@@ -13,6 +13,7 @@ FLOORS = {
     "l2lopt.studies": 10,
     "l2lopt.language_studies": 9,
     "l2lopt.metric_studies": 9,
+    "l2lopt.labelling_studies": 9,
     "l2lopt.experiments": 8,
     "l2lopt.forecast": 8,
     "l2lopt.config": 7,

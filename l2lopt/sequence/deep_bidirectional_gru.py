@@ -12,6 +12,7 @@ def deep_bidirectional_gru(
     hidden_size: int,
     num_layers: int,
     *,
+    bidirectional: bool = True,
     batch_first: bool = False,
     dropout: float = 0.0,
     weight_drop: Mapping[str, float] | None = None,
@@ -28,6 +29,8 @@ def deep_bidirectional_gru(
         input_size: N.
         hidden_size: M, in each direction.
         num_layers: L, at least 1; the first is the plain one.
+        bidirectional: without it there are the forward directions alone, each reading M features below: what the
+            backward ones are worth shows beside it.
         batch_first: see `Stack`.
         dropout: see `Stack`.
         weight_drop: see `Stack`.
@@ -38,7 +41,8 @@ def deep_bidirectional_gru(
     if num_layers < 1:
         raise UserError("num_layers", expected="at least 1", found=str(num_layers), remedy="give a positive number")
     gru = {"update": "kept", "reset": "after", "biases": "none"}
-    layers = [[cells.make("rnn", input_size, hidden_size) for _ in range(2)]]
+    directions = 1 + bidirectional
+    layers = [[cells.make("rnn", input_size, hidden_size) for _ in range(directions)]]
     for _ in range(num_layers - 1):
-        layers.append([cells.make("gru", 2 * hidden_size, hidden_size, **gru) for _ in range(2)])
+        layers.append([cells.make("gru", directions * hidden_size, hidden_size, **gru) for _ in range(directions)])
     return Stack(layers, dropout=dropout, weight_drop=weight_drop, batch_first=batch_first)

@@ -15,6 +15,8 @@ Lengths: TypeAlias = Sequence[int] | Tensor
 def check_lengths(lengths: Lengths, steps: int, batch: tuple[int, ...], device: torch.device) -> Tensor | None:
     """`lengths` as a tensor [*batch] on `device`; None where every sequence has all the steps.
 
+    Those that differ between the rows of a `vmap` cannot be looked at: only their shape is checked.
+
     Raises:
         UserError: for another number of lengths than sequences, a length that is no whole number or outside [0, T].
     """
@@ -29,6 +31,8 @@ def check_lengths(lengths: Lengths, steps: int, batch: tuple[int, ...], device: 
     if given.shape != batch:
         remedy = "give one length per sequence"
         raise UserError("lengths", expected=f"shape {list(batch)}", found=f"{list(given.shape)}", remedy=remedy)
+    if torch._C._functorch.is_batchedtensor(given):
+        return given.to(device)
     for index in ((given < 0) | (given > steps)).nonzero().tolist()[:1]:
         where, found = f"lengths{index}", str(given[tuple(index)].item())
         remedy = "cut the length, or pad x to the longest sequence"

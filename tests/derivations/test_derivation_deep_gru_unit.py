@@ -1,7 +1,8 @@
 """Seed 003 (Adamson 2015, "Deep recurrent neural network with gated recurrent units"): one unit, and eqs. 7 and 8.
 
-Misprints: the layer-up derivation drops the reset gate's path, the recurrent one's last lines do not close, eq. 8
-repeats h where it needs h̃, eq. 7 takes the candidate's state from elsewhere than t + 1.
+Misprints: the layer-up derivation drops the reset gate's path and, along h→, has W_z where W is due, the recurrent
+one's last lines do not close, eq. 8 repeats h where it needs h̃, eq. 7 takes the candidate's state from elsewhere than
+t + 1.
 """
 
 import pytest
@@ -54,6 +55,17 @@ def test_printed_up_misses_the_reset_gates_path(seed):
     for number in (1, 2):
         error = relative_error(up(w, number, state, D, printed=True), slopes[number - 1])
         assert 0.02 < error < 0.5
+
+
+@each_seed
+def test_printed_up_has_w_z_where_w_is_due(seed):
+    """On the last line for h→ both terms end in W_zᵀ: far more is wrong than without the reset gate's path alone."""
+    w, state, D, (right, _, _) = one_unit(seed)
+    mended, printed = (up(own, 1, state, D, printed=True) for own in (w, w | {"W_h1": w["W_z1"]}))
+    _, z, _, tilde, _ = state
+    assert_close(printed - mended, (w["W_z1"] - w["W_h1"]).T @ ((1 - z) * (1 - tilde**2) * D), rtol=0, atol=1e-12)
+    assert relative_error(printed, right) > 2 * relative_error(mended, right)
+    assert relative_error(printed, right) > 0.5
 
 
 @each_seed
