@@ -34,16 +34,13 @@ def test_the_header_says_how_they_were_made_and_what_they_are_worth(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_they_train_a_network_they_have_not_seen(name):
-    """In 100 steps further than Adam at its usual rate, and further than the same rule with an untrained network."""
+    """In 100 steps much further than Adam at its usual rate; how they stand beside others is in their headers."""
     problem = mlp([24, 24], "relu")
-    learned = weights.load(name)
-    fresh = optimisers.build({**learned.description, "seed": 1})
-    losses = {
-        label: float(run_free(rule, problem, [1, 2, 3], [100], ("train",)).losses["train"].mean())
-        for label, rule in {"learned": learned, "fresh": fresh, "adam": optimisers.make("adam", lr=1e-3)}.items()
-    }
-    assert losses["learned"] < 0.2 * losses["adam"]
-    assert losses["learned"] < losses["fresh"]
+    learned, adam = (
+        float(run_free(rule, problem, [1, 2, 3], [100], ("train",)).losses["train"].mean())
+        for rule in (weights.load(name), optimisers.make("adam", lr=1e-3))
+    )
+    assert learned < 0.2 * adam
 
 
 def test_a_name_goes_wherever_a_file_does(tmp_path):
