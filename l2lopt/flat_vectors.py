@@ -1,6 +1,7 @@
 """Parameters that step together as one flat vector, and what `torch.optim` sees of a rule's state on them."""
 
 from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,12 +30,13 @@ class FlatVector:
     Args:
         params: name → parameter.
         own: `state[p]` of each, taken up where there is something in it.
+        fan_ins: of each, among all parameters of their group.
     """
 
-    def __init__(self, params: Mapping[str, Tensor], own: Sequence[dict[str, Any]]) -> None:
+    def __init__(self, params: Mapping[str, Tensor], own: Sequence[dict[str, Any]], fan_ins: tuple[int, ...]) -> None:
         self.params, self.own = list(params.values()), list(own)
         self._distributed = sharding.is_distributed(self.params[0])
-        self.layout = sharding.layout_of(params)
+        self.layout = replace(sharding.layout_of(params), fan_ins=fan_ins)
         self._views: list[Params] = [{} for _ in self.params]
         self._states: dict[str, OptimiserState] = {}
 
@@ -202,7 +204,9 @@ def vectors_of(
                 state[params[place]]["vector"] = number
         own = [state[params[place]] for place in places]
         if number not in kept or not kept[number].holds([params[place] for place in places], own):
-            kept[number] = FlatVector({names[place]: params[place] for place in places}, own)
+            fan_ins = Layout.of(dict(zip(names, params, strict=True))).fan_ins  # a bias's matrix may lie elsewhere
+            chosen = {names[place]: params[place] for place in places}
+            kept[number] = FlatVector(chosen, own, tuple(fan_ins[place] for place in places))
         vectors.append(kept[number])
     return vectors
 

@@ -87,7 +87,7 @@ def layout_of(params: Mapping[str, Tensor]) -> Layout:
         raise UserError(f"sharded parameter {layout.names[0]!r}", expected=expected, found=found, remedy=remedy)
     sizes, cuts = tuple(param.numel() for param in params.values()), _cuts(first)
     shards = Shards(sizes, partial(_summed, mesh, cuts)) if cuts else None
-    return Layout(layout.names, layout.shapes, shards, Layout.of(params).fan_ins)
+    return Layout(layout.names, layout.shapes, shards)
 
 
 def mean(value: Tensor, params: Iterable[Tensor]) -> Tensor:

@@ -867,3 +867,12 @@ def test_the_fallback_survives_gradients_that_are_not_finite():
     optimizer.step(loss=math.nan)
     assert params["vector"].isfinite().all()
     assert optimizer.state[params["vector"]]["fallback.v"].isfinite().all()
+
+
+def test_a_bias_moves_by_its_matrixs_fan_in_even_alone():
+    """A first update of Adam's direction has the size lr/√fan-in, here 0.1/√64, though the matrix is frozen."""
+    layer = torch.nn.Linear(64, 10)
+    layer.bias.grad = normal(10).float()
+    before = layer.bias.detach().clone()
+    LearnedOptimizer(layer.parameters(), {"name": "normalised-adam", "weight_decay": 0.0}).step()
+    laws.assert_close((layer.bias - before).abs(), torch.full((10,), 0.1 / 8), 1e-5)
