@@ -11,11 +11,16 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.utils.dlpack import from_dlpack
 
 from l2lopt.errors import UserError
 from l2lopt.types import Layout, Shards
+
+if distributed.is_available():
+    # The defaults of its functions hold the process group that is there when it is first imported (`torch.optim` does it
+    # unasked). Destroying such a group leaves its threads, and one of them may end the process by SIGABRT at exit.
+    import torch.distributed.nn
 
 
 def is_distributed(value: Any) -> bool:
