@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-import torch.distributed.nn  # before there is a process group, which would outlive its end (see sharding.py)
+import torch.distributed.nn  # noqa: F401  # before there is a process group, for the reason in sharding.py
 from torch import Tensor
 from torch.utils import _pytree as pytree
 

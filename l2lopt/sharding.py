@@ -18,8 +18,8 @@ from l2lopt.errors import UserError
 from l2lopt.types import Layout, Shards
 
 if distributed.is_available():
-    # The defaults of its functions hold the process group that is there when it is first imported (`torch.optim` does it
-    # unasked). Destroying such a group leaves its threads, and one of them may end the process by SIGABRT at exit.
+    # The defaults of its functions hold the process group that is there when it is first imported, and `torch.optim`
+    # imports it. A group that is held keeps its threads when it is destroyed, and they may abort the process at exit.
     import torch.distributed.nn
 
 
