@@ -67,7 +67,7 @@ class Config(_Common):
     """Further problems of meta-training and validation: every run draws one of all, with equal chances."""
     optimiser: Choice = "coordinatewise"
     """The learned optimiser: a name, or a table of the name and its options."""
-    backend: Literal["auto", "reference", "cpu"] = "auto"
+    backend: Literal["auto", "reference", "cpu", "triton"] = "auto"
     """Of the learned optimiser's steps where no tape is needed; "auto" takes the fastest there is."""
     unroll: UnrollSettings = UnrollSettings()
     """How long the unrolls are and how they are differentiated."""

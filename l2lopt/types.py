@@ -225,12 +225,15 @@ class BlockUpdate:
         replay: backpropagation through a window of a block, from several threads at once; None leaves it to autograd.
         pull: likewise, for a rule with a statistic whose network does not see θ, so that what its updates do to the
             meta-loss is known before the statistic's slope is; None takes the statistic as a constant.
+        at_once: coordinates times steps that `replay` and `pull` are best given at once, from one thread; None leaves
+            it to the unroll.
     """
 
     update: Update
     advance: Update
     replay: Replay | None = None
     pull: Pull | None = None
+    at_once: int | None = None
 
     def __call__(
         self,

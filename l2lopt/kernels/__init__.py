@@ -4,14 +4,16 @@ import logging
 from functools import partial
 
 from l2lopt.errors import UserError, did_you_mean
+from l2lopt.kernels import triton
 from l2lopt.kernels.cpu import CPU, refusal
 from l2lopt.kernels.replay import can_pull, pull, refusal_to_replay, replay
+from l2lopt.kernels.twin import Twin
 from l2lopt.kernels.workspace import Workspace
 from l2lopt.optimisers import Coordinatewise, Optimiser
 from l2lopt.types import BlockUpdate, Pull, Replay, Update
 from l2lopt.unrolls.blockwise import taped_pull
 
-BACKENDS = ("auto", "reference", "cpu")
+BACKENDS = ("auto", "reference", "cpu", "triton")
 choices: set[tuple[str, str | None]] = set()
 """What "auto" has logged: (choice, reason)."""
 
@@ -21,28 +23,30 @@ def fast(optimiser: Optimiser, backend: str = "auto") -> Optimiser:
 
     Args:
         optimiser: the reference.
-        backend: "reference" gives it back; "cpu" gives its twin; "auto" the twin where there is one, and logs each
-            choice once.
+        backend: "reference" gives it back; "cpu" and "triton" give its twin for the CPU or a GPU; "auto" the twin
+            where there is one for the device it is on, and logs each choice once.
 
     Raises:
-        UserError: for an unknown backend, and for "cpu" where there is no twin, with the reason.
+        UserError: for an unknown backend, and for "cpu" or "triton" where there is no twin, with the reason.
     """
     if backend not in BACKENDS:
         remedy = did_you_mean(backend, BACKENDS)
         raise UserError("backend", expected="a known name", found=repr(backend), remedy=remedy)
-    if backend == "reference" or isinstance(optimiser, CPU):
+    if backend == "reference" or isinstance(optimiser, Twin):
         return optimiser
-    reason = refusal(optimiser)
+    wanted = backend if backend != "auto" else _of_its_device(optimiser)
+    reason = (triton.refusal if wanted == "triton" else refusal)(optimiser)
     if backend == "auto":
-        _log("cpu" if reason is None else "reference", reason)
+        _log(wanted if reason is None else "reference", reason)
     if reason is None:
-        assert isinstance(optimiser, Coordinatewise)  # `refusal` has looked at it
-        return CPU(optimiser)
+        assert isinstance(optimiser, Coordinatewise)  # its refusal has looked at it
+        return _triton(optimiser) if wanted == "triton" else CPU(optimiser)
     if backend == "auto":
         return optimiser
-    expected = "an LSTM or IHC-LSTM rule of the library's inputs and rules, float32 or float64 on the CPU"
+    kind = "float32 on a GPU" if wanted == "triton" else "float32 or float64 on the CPU"
+    expected = f"an LSTM or IHC-LSTM rule of the library's inputs and rules, {kind}"
     remedy = "choose 'reference', or 'auto' to have the twin only where there is one"
-    raise UserError("backend 'cpu'", expected=expected, found=reason, remedy=remedy)
+    raise UserError(f"backend {wanted!r}", expected=expected, found=reason, remedy=remedy)
 
 
 def block_update(optimiser: Optimiser, backend: str = "auto") -> Update:
@@ -56,15 +60,34 @@ def block_update(optimiser: Optimiser, backend: str = "auto") -> Update:
         UserError: see `fast`.
     """
     twin, space = fast(optimiser, backend), Workspace()
-    if not isinstance(twin, CPU):
+    if not isinstance(twin, Twin):
         plain = optimiser.update_with
         return BlockUpdate(plain, plain, pull=taped_pull(plain)) if can_pull(optimiser) else plain
     reference = twin.reference
     back: Replay | None = None
     pulled: Pull | None = taped_pull(reference.update_with)
+    at_once = None
     if refusal_to_replay(reference) is None:
-        back, pulled = partial(replay, reference, space=space), partial(pull, reference, space=space)
-    return BlockUpdate(reference.update_with, twin.advance_with, back, pulled if can_pull(reference) else None)
+        if isinstance(twin, CPU):
+            back, pulled = partial(replay, reference, space=space), partial(pull, reference, space=space)
+        else:
+            from l2lopt.kernels.triton import replay as on_gpu
+
+            back, pulled = partial(on_gpu.replay, reference), partial(on_gpu.pull, reference)
+            at_once = on_gpu.AT_ONCE
+    pulled = pulled if can_pull(reference) else None
+    return BlockUpdate(reference.update_with, twin.advance_with, back, pulled, at_once)
+
+
+def _of_its_device(optimiser: Optimiser) -> str:
+    """The twin that suits where φ lies."""
+    return "triton" if any(value.is_cuda for value in optimiser.phi().values()) else "cpu"
+
+
+def _triton(optimiser: Coordinatewise) -> Twin:
+    from l2lopt.kernels.triton.twin import Triton  # imports Triton itself, which not every machine has
+
+    return Triton(optimiser)
 
 
 def _log(choice: str, reason: str | None) -> None:

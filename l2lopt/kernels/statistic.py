@@ -21,8 +21,7 @@ class RootMeanSquare:
     """
 
     def __init__(self, layout: Layout, batch: Size, by_fan_in: bool) -> None:
-        self._layout, self._batch = layout, batch
-        self._fan_ins = layout.fan_ins if by_fan_in else (1,) * len(layout.names)
+        self._layout, self._batch, self._by_fan_in = layout, batch, by_fan_in
         self._segments = Segments(layout.sizes * prod(batch))
 
     def squares(self, start: int, directions: Tensor) -> list[tuple[int, float]]:
@@ -35,8 +34,7 @@ class RootMeanSquare:
         for index, value in squares:
             sums[index] += value
         squares = torch.tensor(sums, dtype=torch.float64).view(*self._batch, len(self._layout.sizes))
-        factors = torch.tensor(self._fan_ins, dtype=torch.float64)
-        return ((self._layout.means(squares) + EPS**2) * factors).sqrt().to(like.dtype)
+        return of_sums(squares, self._layout, self._by_fan_in).to(like.dtype)
 
     def divide(self, start: int, directions: Tensor, factors: list[float]) -> None:
         """S·d / RMS in the place of d, `factors` the S / RMS per segment."""
@@ -47,3 +45,9 @@ class RootMeanSquare:
         within = list(self._segments.within(start, directions.shape[0]))
         parts = directions.split_with_sizes([size for _, size in within])
         return [(index, part) for (index, _), part in zip(within, parts, strict=True)]
+
+
+def of_sums(squares: Tensor, layout: Layout, by_fan_in: bool) -> Tensor:
+    """The root mean squares of sums of squares [*batch, tensors], as in `rules.root_mean_square`."""
+    factors = squares.new_tensor(layout.fan_ins) if by_fan_in else 1
+    return ((layout.means(squares) + EPS**2) * factors).sqrt()

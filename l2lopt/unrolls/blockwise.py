@@ -67,7 +67,8 @@ class Blockwise(Unroll):
         share: of the coordinates, in (0, 1].
         record: numbers of the record: "full", the gradient's own, or "bfloat16". The optimiser sees them as stored.
         block: coordinates replayed at once, at most: fewer in windows of more than some hundred steps, so that what a
-            block's replay keeps stays at some hundred megabytes.
+            block's replay keeps stays at some hundred megabytes. An update that says how many it takes (on a GPU) is
+            given so many.
         spill: a folder for the record, as memory-mapped files; none: in memory.
     """
 
@@ -160,7 +161,7 @@ class Blockwise(Unroll):
         step, *following = islice(steps, 2)
         others = sum(all(target.batch is not later.batch for later in following) for target in step.targets)
         gradient, (seen,) = _seconds(lambda: [measure(loss, carry.params, carry.aux, step.batch)])
-        few = min(size, self._block(window))
+        few = min(size, self._block(window, way))
         part = carry.state._replace(
             layout=carry.state.layout.between(0, few),
             coordinates={name: value[..., :few].clone() for name, value in carry.state.coordinates.items()},
@@ -185,7 +186,10 @@ class Blockwise(Unroll):
         work = (numbers * forward + drawn * back / several) / max(theta.numel(), 1) / threads
         state = sum(value.numel() * value.element_size() for value in carry.state.coordinates.values())
         blank = way.threaded and all(_blank(value) for value in carry.state.coordinates.values())
-        kept = 4 * state * few * window * threads // max(numbers, 1)  # what a replay keeps, about four states a step
+        if way.at_once is None:
+            kept = 4 * state * few * window * threads // max(numbers, 1)  # a replay keeps about four states a step
+        else:
+            kept = 3 * few * window * carry.params.element_size()  # gradients, sources, pulls
         plan = Plan(
             window=window,
             vector=drawn * dtype.itemsize,
@@ -238,7 +242,7 @@ class Blockwise(Unroll):
     def _summed(self, window: "_Open", way: "_Way", function: Callable[[Window], Params]) -> Params:
         """What a function gives for every block, by name, summed in float64 and in a fixed order."""
         size = window.record.state.layout.size
-        block = self._block(len(window.record.grads))
+        block = self._block(len(window.record.grads), way)
         blocks = range(0, size, block)
         few = min(max(len(blocks) // 32, 1), 16)
 
@@ -254,8 +258,10 @@ class Blockwise(Unroll):
             parts = share_out(run, ceil(len(blocks) / few), threads if way.threaded else 1)
         return reduce(_added, parts, {})
 
-    def _block(self, steps: int) -> int:
+    def _block(self, steps: int, way: "_Way") -> int:
         """Coordinates replayed at once in a window of `steps`."""
+        if way.at_once is not None:
+            return max(256, way.at_once // max(steps, 1))
         return min(self.block, max(256, AT_ONCE // max(steps, 1)))
 
 
@@ -275,13 +281,15 @@ class _Way(NamedTuple):
     own: Callable[[OptimiserState], OptimiserState]
     threaded: bool
     pull: Pull | None = None
+    at_once: int | None = None
 
 
 def _way(update: Update) -> _Way:
     if not isinstance(update, BlockUpdate):
         return _Way(update, taped_replay(update), lambda state: state, False)
     back = update.replay or taped_replay(update.update)
-    return _Way(update.advance, back, _copy, update.replay is not None, update.pull)
+    threaded = update.replay is not None and update.at_once is None
+    return _Way(update.advance, back, _copy, threaded, update.pull, update.at_once)
 
 
 def _added(total: Params, pieces: Params) -> Params:

@@ -9,8 +9,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from implementations import FOLDED, INPUTS, RULES, normal, seeded
+from implementations import FOLDED, INPUTS, RULES, seeded
 from torch.utils import _pytree as pytree
+from twins import problem, reference, rolled
 
 from l2lopt import cells, kernels, optimisers
 from l2lopt.errors import UserError
@@ -21,39 +22,6 @@ from l2lopt.types import Layout
 
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-12}
 SIZES = {"none": 0, "one": 1, "few": 31, "block": WIDTH, "block and one": WIDTH + 1, "prime": 40_009}
-
-
-def reference(cell="lstm", items=tuple(INPUTS), rule="additive", dtype=torch.float64, size=5):
-    """A small rule of the tables' labels, with a seeded φ that no gate is closed for."""
-    network = optimisers.coordinatewise(cell=FOLDED[cell], hidden_size=size).cell
-    optimiser = Coordinatewise({name: INPUTS[name]() for name in items}, network, RULES[rule]())
-    seeded(optimiser, scale=0.3)
-    if hasattr(optimiser.rule, "log_scale"):
-        torch.nn.init.constant_(optimiser.rule.log_scale, 0.15)
-    return optimiser.to(dtype)
-
-
-def split(size):
-    """A layout of three tensors, one of them empty, that no block ends with."""
-    return Layout(("a", "b", "c"), ((size // 3,), (0,), (size - size // 3,)))
-
-
-def problem(size, batch=(), dtype=torch.float64, steps=5):
-    """Layout, gradients over many scales [steps, *batch, n], θ and losses."""
-    gradients = normal(steps, *batch, size) * 10 ** (-3 * normal(size, seed=1).abs())
-    others = normal(*batch, size, seed=2), normal(steps, *batch, seed=3).abs()
-    return split(size), gradients.to(dtype), *(other.to(dtype) for other in others)
-
-
-def rolled(update, state, gradients, params, losses):
-    """What each step gives: the update, the state's coordinates and what is shared."""
-    results = []
-    with torch.no_grad():
-        for grads, loss in zip(gradients, losses, strict=True):
-            change, state = update(grads, state, params, loss)
-            params = params + change
-            results.append(laws.clone((change, dict(sorted(state.coordinates.items())), state.shared)))
-    return results
 
 
 def assert_twin(optimiser, size, batch=(), steps=5):

@@ -5,55 +5,16 @@ from concurrent.futures import ThreadPoolExecutor
 import laws
 import pytest
 import torch
-from implementations import FOLDED, INPUTS, RULES, normal, seeded
+from implementations import FOLDED, INPUTS, RULES, normal
 from oracles import replayed
-from torch import nn
+from twins import learned, window
 
 from l2lopt import cells, optimisers
 from l2lopt.errors import UserError
 from l2lopt.kernels.replay import refusal_to_replay, replay
 from l2lopt.kernels.workspace import Workspace
 from l2lopt.optimisers import inputs, rules
-from l2lopt.types import Layout, OptimiserState, Window
-
-BAD = float("nan"), float("inf"), -float("inf"), 1e200
-
-
-def learned(cell="lstm", rule="additive", names=("log-and-sign",), sizes=(3, 3)):
-    """A small learned optimiser, its parameters random and its steps large enough to matter."""
-    made = RULES[rule]()
-    names = dict.fromkeys([*names, *made.needs])
-    choice = {"name": FOLDED[cell]} if isinstance(FOLDED[cell], str) else FOLDED[cell]
-    network = cells.make(**choice, input_size=sizes[0], hidden_size=sizes[1])
-    optimiser = seeded(optimisers.Coordinatewise({name: INPUTS[name]() for name in names}, network, made))
-    if hasattr(made, "log_scale"):
-        nn.init.constant_(made.log_scale, 0.15)
-    return optimiser
-
-
-def window(optimiser, length=5, batch=(), size=7, bad=True, dtype=torch.float64):
-    """A window of a part of two tensors of three, after two steps, with gradients that are not finite."""
-    layout = Layout(("a", "b", "c"), ((size,), (4,), (3,)))
-    part = Layout(layout.names, ((size - 2 if size > 2 else size,), (min(2, max(size - 2, 0)),), (0,)))
-    kept = torch.tensor([*range(part.sizes[0]), *range(size, size + part.sizes[1])], dtype=torch.int64)
-    optimiser.to(dtype)
-    params, total = normal(*batch, layout.size, seed=1).to(dtype), length + 2
-    grads = normal(total, *batch, layout.size, seed=2) * torch.logspace(-8, 1, layout.size)
-    if bad:
-        for t, value in zip((2, 3, 5, 6), BAD, strict=True):
-            grads[t : t + 1, ..., t % 3 :: 3] = value
-    grads = grads.to(dtype)
-    losses, sources = normal(total, *batch, seed=3).exp().to(dtype), normal(length, *batch, len(kept), seed=4).to(dtype)
-    trail = [(optimiser.init(layout, batch, like=params), params)]
-    with torch.no_grad():
-        for g, loss in zip(grads, losses, strict=True):
-            state, params = trail[-1]
-            update, state = optimiser.update(g, state, params, loss)
-            trail.append((state, params + update))
-    state, params = trail[2]
-    coordinates = {name: value[..., kept] for name, value in state.coordinates.items()}
-    state = OptimiserState(part, coordinates, state.shared)
-    return Window(state, params[..., kept], grads[2:, ..., kept], sources, losses[2:], [s.shared for s, _ in trail[3:]])
+from l2lopt.types import Layout
 
 
 def assert_is_autograds(optimiser, window, tolerance=1e-10):
