@@ -9,11 +9,16 @@ from torch.autograd import forward_ad
 
 from l2lopt.cells import LSTM, Cell, CellState, Stacked
 from l2lopt.errors import UserError, did_you_mean
-from l2lopt.sequence import by_hand, loop, torch_lstm
+from l2lopt.sequence import by_hand, graphed, loop, torch_lstm
 
 BACKENDS = ("auto", "fast", "loop")
 Run: TypeAlias = Callable[[Cell, Tensor, CellState, Tensor | None, bool], tuple[Tensor, CellState]]
-RUNS: dict[str, Run] = {"by-hand": by_hand.run, "torch": torch_lstm.run, "loop": loop.run}
+RUNS: dict[str, Run] = {
+    "by-hand": by_hand.run,
+    "graph": graphed.run,
+    "torch": torch_lstm.run,
+    "loop": loop.run,
+}
 """Name → `run(cell, x, state, lengths, reverse)`; all give the same numbers."""
 
 
@@ -32,10 +37,10 @@ def check_backend(backend: str) -> str:
 def backend(cell: Cell, x: Tensor, lengths: Tensor | None = None) -> tuple[str, str | None]:
     """The name in `RUNS` that "auto" takes for a call at this moment, and why it is the loop, if it is.
 
-    "by-hand" wherever it can be; on a GPU "torch" for an LSTM without lengths (cuDNN's kernel: not measured here, and
-    it has no second derivative). The loop under `torch.func`, `vmap`, forward-mode differentiation and `torch.compile`,
-    for cells without a hand-derived pass and where precisions are mixed outside autocast. A second derivative is only
-    asked for on the way back: "by-hand" then runs the loop again, with a tape.
+    "by-hand" wherever it can be; on a GPU "torch" for an LSTM without lengths (cuDNN's kernel), else "graph"; both
+    without a second derivative, neither measured. The loop under `torch.func`, `vmap`, forward-mode differentiation and
+    `torch.compile`, for cells without a hand-derived pass and where precisions are mixed outside autocast. A second
+    derivative is only asked for on the way back: "by-hand" then runs the loop again, with a tape.
 
     Args:
         cell: the step.
@@ -55,7 +60,7 @@ def backend(cell: Cell, x: Tensor, lengths: Tensor | None = None) -> tuple[str, 
         return "loop", reason
     if x.is_cuda and type(cell) is LSTM and lengths is None:
         return "torch", None
-    return "by-hand", None
+    return "graph" if x.is_cuda else "by-hand", None
 
 
 def refusal(cell: Cell, x: Tensor) -> str | None:

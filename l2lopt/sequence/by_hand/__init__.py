@@ -4,6 +4,8 @@
 (`pointwise`) behind a feed that brings h to the gates (`full`, `highway`), or one of the `scans`.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -19,12 +21,12 @@ def run(
     lengths: Tensor | None = None,
     reverse: bool = False,
     fold: bool | None = None,
+    through: Callable[..., tuple[Tensor, ...]] = ByHand.apply,
 ) -> tuple[Tensor, CellState]:
     """What `loop.run` gives, for a cell that `plan` knows and at least one step of one sequence.
 
     Under autocast the products are in its precision, states and sums in the weights' own. Beside the steps a call costs
-    about a millisecond. On a GPU it is the same operations, none of which reads a number back, as a CUDA graph demands;
-    neither was tried.
+    about a millisecond. On a GPU it is the same operations, none of which reads a number back, as a CUDA graph demands.
 
     Args:
         cell: as in `loop.run`, like the arguments that follow.
@@ -33,6 +35,7 @@ def run(
         lengths: [*batch] or None.
         reverse: from the last step to the first.
         fold: see `plan`; None folds on a GPU.
+        through: how the pass is applied; takes what `ByHand.apply` takes.
     """
     sweep = plan(cell, x.is_cuda if fold is None else fold)
     assert not isinstance(sweep, str)
@@ -45,7 +48,7 @@ def run(
     call = Call(sweep, cell, names, tuple(weights), flat, reverse, autocast, dtype)
     states = (value.movedim(0, -1).reshape(-1, value.shape[0]) for value in state.values())
     rows = x.movedim(1, -1).reshape(x.shape[0], -1, x.shape[1])
-    outputs, *final = ByHand.apply(call, rows, *states, *weights.values())
+    outputs, *final = through(call, rows, *states, *weights.values())
     shaped = (value.unflatten(0, batch) if batch else value[0] for value in final)
     output = outputs.unflatten(1, batch) if batch else outputs[:, 0]
     return output.movedim(-1, 1), {name: value.movedim(-1, 0) for name, value in zip(names, shaped, strict=True)}

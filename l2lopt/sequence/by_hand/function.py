@@ -19,7 +19,8 @@ class Call:
 
     Args:
         sweep: the pass.
-        cell: the cell whose pass it is, for the loop that stands in where the way back is itself differentiated.
+        cell: the cell whose pass it is, for the loop that stands in where the way back is itself differentiated; None
+            where it never is.
         states: the states' names, in the order of the tensors.
         weights: the weights' names, after them.
         lengths: steps of each sequence [B], or None.
@@ -29,7 +30,7 @@ class Call:
     """
 
     sweep: Sweep
-    cell: Cell
+    cell: Cell | None
     states: tuple[str, ...]
     weights: tuple[str, ...]
     lengths: Tensor | None
@@ -121,6 +122,7 @@ class _Loop(nn.Module):
 
     def __init__(self, call: Call) -> None:
         super().__init__()
+        assert call.cell is not None
         self.cell, self.call = call.cell, call
 
     def forward(self, x: Tensor, state: CellState) -> tuple[Tensor, CellState]:
