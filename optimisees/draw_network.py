@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from l2lopt import cells, sequence
+from l2lopt.cells import Cell, CellState
 from l2lopt.tables import Choice
 from optimisees.attention import Window, window
 
@@ -81,7 +82,7 @@ class Write(nn.Module):
 
 
 class Network(nn.Module):
-    """DRAW's steps t = 1 … T, c_0 a parameter, h_dec and the cells' states zero before the first.
+    """DRAW's steps t = 1 … T; c_0 and the cells' states before the first, h_dec among them, are parameters.
 
     x̂ = x − σ(c_{t−1}); r = read(x, x̂, h_dec); h_enc = RNN_enc([r, h_dec]); μ, log σ = W h_enc + b; z_t = μ + σ∘ε_t;
     h_dec = RNN_dec(z_t); c_t = c_{t−1} + write(h_dec).
@@ -113,6 +114,7 @@ class Network(nn.Module):
         self.posterior = nn.Linear(hidden_size, 2 * latent_size)
         self.decoder = cells.build(decoder, latent_size, hidden_size)
         self.write = Write(shape, hidden_size, write)
+        self.encoding, self.decoding = _first_state(self.encoder), _first_state(self.decoder)
 
     def forward(self, noise: Tensor, images: Tensor | None = None) -> Trail:
         """ε [T, n, Z], and x [n, C, B, A] in [0, 1] to be inferred; without x the noise itself is z, from the prior."""
@@ -120,9 +122,12 @@ class Network(nn.Module):
 
     def _inferred(self, noise: Tensor, images: Tensor) -> Trail:
         count = len(images)
-        canvas, h = self.canvas.expand_as(images), images.new_zeros(count, self.decoder.hidden_size)
-        encoding = self.encoder.initial_state(images.new_zeros(self.encoder.input_size, count))
-        decoding = self.decoder.initial_state(images.new_zeros(self.decoder.input_size, count))
+        canvas, zero = self.canvas.expand_as(images), images.new_zeros(self.decoder.hidden_size, count)
+        encoding, decoding = (
+            _repeated(self.encoder, self.encoding, count),
+            _repeated(self.decoder, self.decoding, count),
+        )
+        h = decoding.get("h", zero).T
         kl = log_ratio = images.new_zeros(count)
         canvases, windows = [], []
         for epsilon in noise.unbind(0):
@@ -142,13 +147,22 @@ class Network(nn.Module):
 
     def _painted(self, z: Tensor) -> Trail:
         """All steps at once: nothing but the decoder's own state goes from one to the next."""
-        start = self.decoder.initial_state(z.new_zeros(self.decoder.input_size, z.shape[1]))
-        h, _ = sequence.run(self.decoder, z.mT, start)
+        h, _ = sequence.run(self.decoder, z.mT, _repeated(self.decoder, self.decoding, z.shape[1]))
         additions, view = self.write(h.mT)
         canvases = (self.canvas + additions.cumsum(0)).unbind(0)
         windows = [] if view is None else [Window(*parts) for parts in zip(*(t.unbind(0) for t in view), strict=True)]
         nothing = z.new_zeros(z.shape[1])
         return Trail(canvases, windows, nothing, nothing)
+
+
+def _first_state(cell: Cell) -> nn.ParameterDict:
+    """A cell's state before the first step, as parameters. A cell without biases tells the time by it alone."""
+    return nn.ParameterDict({name.replace(".", "_"): torch.zeros(size) for name, size in cell.state_sizes.items()})
+
+
+def _repeated(cell: Cell, state: nn.ParameterDict, count: int) -> CellState:
+    """The same for `count` images, name → [size, count]."""
+    return {name: state[name.replace(".", "_")][:, None].expand(-1, count) for name in cell.state_sizes}
 
 
 class Painting(NamedTuple):

@@ -66,6 +66,10 @@ def onto(patch, rows, columns):
     return [[at(y, x) for x in range(len(columns[0]))] for y in range(len(rows[0]))]
 
 
+FIRST = ("encoding", "decoding")
+"""Where the cells' states before the first step lie."""
+
+
 def by_loops(model, params, image, noise, encoder, decoder, sizes):
     """(−log p(x | z), KL, canvases) of one image [C][B][A] under ε [T][Z], a number at a time."""
     phi = {name: value.tolist() for name, value in params.items()}
@@ -74,8 +78,8 @@ def by_loops(model, params, image, noise, encoder, decoder, sizes):
         for part in ("encoder", "decoder")
     }
     channels, height, width = len(image), len(image[0]), len(image[0][0])
-    states = [{name: [0.0] * size for name, size in part.items()} for part in sizes]
-    canvas, h, kl, canvases = phi["canvas"], [0.0] * 4, 0.0, []
+    states = [{name: phi[f"{of}.{name}"] for name in part} for of, part in zip(FIRST, sizes, strict=True)]
+    canvas, h, kl, canvases = phi["canvas"], phi.get("decoding.h", [0.0] * 4), 0.0, []
     attention = "read.window.weight" in phi
     for epsilon in noise:
         error = [
@@ -145,7 +149,8 @@ def test_painting_from_the_prior_is_the_decoder_alone(options):
     network = model.network
     own = {name.removeprefix("decoder."): p for name, p in params.items() if name.startswith("decoder.")}
     written = {name.removeprefix("write."): p for name, p in params.items() if name.startswith("write.")}
-    state, canvas = network.decoder.initial_state(z[0].T), params["canvas"]
+    names, canvas = network.decoder.state_sizes, params["canvas"]
+    state = {name: params[f"decoding.{name}"][:, None].expand(-1, 2) for name in names}
     for t in range(3):
         h, state = functional_call(network.decoder, own, (z[t].T, state))
         addition, view = functional_call(network.write, written, (h.T,))
