@@ -77,15 +77,16 @@ class Plan:
 
 
 def available_memory(device: torch.device) -> int:
-    """Free memory in bytes, on the device or in the machine."""
+    """Free memory in bytes, on the device, or this process's share of the machine's (torchrun's LOCAL_WORLD_SIZE)."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-        return found["MemAvailable"]
+        free = found["MemAvailable"]
     except (OSError, KeyError, ValueError):  # not Linux
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _gb(count: int) -> str:

@@ -13,6 +13,7 @@ from l2lopt.errors import UserError
 from l2lopt.types import Layout, generator
 from l2lopt.unrolls import Blockwise, Taped
 from l2lopt.unrolls.blockwise import stratified
+from l2lopt.unrolls.plan import available_memory
 
 each_blockwise = pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in BLOCKWISE.items()])
 DIRECTION = "coordinatewise direction-and-magnitude"
@@ -136,6 +137,12 @@ def test_the_plan_counts_what_will_be_kept():
         assert {row.numel() * row.element_size() for row in kept} == {plan.vector}
         assert plan.seconds > 0
         assert "free" in str(plan)
+
+
+def test_processes_of_a_machine_share_its_memory(monkeypatch):
+    alone = available_memory(torch.device("cpu"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert available_memory(torch.device("cpu")) == pytest.approx(alone / 4, rel=0.2)
 
 
 def test_a_plan_that_does_not_fit_names_the_window_that_does(monkeypatch):
