@@ -62,6 +62,7 @@ def test_torchrun_leaves_what_one_process_leaves(tmp_path):
     assert done.stdout.count("meta-train: 10/10") == 1  # one of them talks
 
 
+@pytest.mark.slow
 def test_two_processes_meta_train_as_one(tmp_path):
     """In float64, after 10 meta-updates: φ to 1e-7, though bit for bit is meant; and what is exchanged arrives."""
     script = tmp_path / "script.py"

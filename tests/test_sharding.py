@@ -113,7 +113,7 @@ def crossed(unmarked):
     )
 
 
-@crossed(unmarked=[("FSDP2", RECIPE)])
+@crossed(unmarked=[])
 def test_fifty_steps_give_one_processs_parameters(made, rule):
     processes.run(one_process, 2, made, rule, torch.float64, 50, 1e-7)
 

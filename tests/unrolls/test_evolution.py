@@ -95,6 +95,7 @@ def test_the_mean_converges_to_the_exact_gradient(make):
     assert abs(mean - wanted) < 4 * error
 
 
+@pytest.mark.slow
 def test_persistent_is_unbiased_under_truncation_where_backpropagation_is_not():
     task = learned_rate(6)
     wanted, truncated = exact(task), exact(task, truncation=2)
