@@ -75,7 +75,7 @@ class FlatVector:
         if prefix not in self._states:
             self._states[prefix] = self._join(rule, prefix, dtype, grads)
         state, shards = self._states[prefix], self.layout.shards
-        if dtype == grads.dtype or getattr(rule, "rounds_its_state", False):
+        if dtype == grads.dtype or rule.rounds_its_state:
             update, after = rule.advance(grads, state, theta, loss)
             for key, value in after.coordinates.items():
                 if value is not state.coordinates[key]:

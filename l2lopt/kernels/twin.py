@@ -24,12 +24,7 @@ class Twin(Optimiser):
 
     Args:
         reference: the plain optimiser; its parameters are φ.
-
-    Attributes:
-        rounds_its_state: whether it takes a state in another dtype than it computes in.
     """
-
-    rounds_its_state = False
 
     def __init__(self, reference: Coordinatewise) -> None:
         super().__init__()

@@ -19,10 +19,12 @@ class Optimiser(nn.Module, ABC):
 
     Attributes:
         coordinatewise: a coordinate's update depends on that coordinate and on what all share, never on its neighbours.
+        rounds_its_state: it takes a state in another dtype than it computes in.
         description: the choice (name and options) that builds this optimiser again, set by `optimisers.make`.
     """
 
     coordinatewise: bool = True
+    rounds_its_state: bool = False
     description: Mapping[str, Any] | None = None
 
     @abstractmethod

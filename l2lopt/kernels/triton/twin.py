@@ -131,10 +131,11 @@ class Triton(Twin):
             )
             shared["skipped"] = state.shared["skipped"] + skipped.sum(-1).view(state.shared["skipped"].shape)
             if reference.rule.statistic:
-                measured = self._finish(state.layout, grads, params, update, scale, None if after is None else after)
+                measured = self._finish(state.layout, grads, params, update, scale, after)
                 shared["statistic"] = measured
         elif reference.rule.statistic:
-            shared["statistic"] = of_sums(update.new_zeros(state.shared["statistic"].shape), state.layout, True)
+            nothing = update.new_zeros(state.shared["statistic"].shape)
+            shared["statistic"] = of_sums(nothing, state.layout, reference.rule.by_fan_in)
         return update, OptimiserState(state.layout, coordinates, shared if after is None else after)
 
     def _finish(
