@@ -30,6 +30,7 @@ from l2lopt.types import seed_of
 from l2lopt.unrolls import Unroll
 
 C = TypeVar("C", bound=Settings)
+O = TypeVar("O", bound=Optimisee)
 
 
 class ValidationSettings(Settings):
@@ -229,6 +230,19 @@ def device(name: str) -> torch.device:
         reason = f"{name!r} ({str(error).splitlines()[0]})"
         raise UserError("device", expected="a device of this machine", found=reason, remedy='use "cpu"') from None
     return found
+
+
+def optimisee_of(config: TrainConfig, kind: type[O], name: str) -> O:
+    """The optimisee of a config, which must be of `kind`.
+
+    Raises:
+        UserError: for a mistake in the config, and for an optimisee of another kind than the one called `name`.
+    """
+    optimisee = build_training(config).optimisee
+    if not isinstance(optimisee, kind):
+        remedy = f'set optimisee.name = "{name}"'
+        raise UserError("study: optimisee", expected=f"a {name}", found=str(config.optimisee), remedy=remedy)
+    return optimisee
 
 
 def shipped(name: str) -> Path:

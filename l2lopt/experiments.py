@@ -81,6 +81,8 @@ def meta_train(
         settings = experiment.config
         folder = distributed.on_first(lambda: _claim(Path(run), overwrite, resume))
         work = settings.model_dump(mode="json", exclude={"evaluation", "label"})
+        for number, optimisee in enumerate(experiment.optimisees):
+            work |= {f"{number}.{name}": value for name, value in optimisee.fingerprint().items()}
         checkpoint = CheckpointFile(folder / "checkpoint.safetensors", work)
         kept = checkpoint.load()
         distributed.on_first(lambda: write_text(folder / "config.toml", configs.dump(settings)))
@@ -187,22 +189,13 @@ def train(
     settings = built.config
     folder = _claim(Path(run), overwrite, resume)
     work = settings.model_dump(mode="json", exclude={"label"}) | {"weights": _digest(settings.optimiser)}
-    if isinstance(built.optimisee, LanguageModel):
-        work |= {"corpus": built.optimisee.texts.digest()}
-    if isinstance(built.optimisee, SequenceMetric):
-        work |= {"windows": built.optimisee.digest}
-    if isinstance(built.optimisee, SequenceLabelling):
-        work |= {"data": built.optimisee.data.digest()}
-    checkpoint = CheckpointFile(folder / "checkpoint.safetensors", work)
+    checkpoint = CheckpointFile(folder / "checkpoint.safetensors", work | built.optimisee.fingerprint())
     kept = checkpoint.load()
     write_text(folder / "config.toml", configs.dump(settings))
-    if isinstance(built.optimisee, LanguageModel):
-        write_json(folder / "vocabulary.json", built.optimisee.texts.vocabulary.facts())
-    if isinstance(built.optimisee, LanguageModel | Draw):
-        _log.info(built.optimisee.counts().told())
-    if isinstance(built.optimisee, SequenceLabelling):
-        data = built.optimisee.data
-        write_json(folder / "vocabulary.json", {"tokens": data.tokens, "labels": data.classes})
+    for name, facts in built.optimisee.files().items():
+        write_json(folder / name, facts)
+    if told := built.optimisee.told():
+        _log.info(told)
     with closing(Records(folder, kept[0]["step"] if kept else -1)) as records, cpu_threads(settings.threads):
         result = training.train(
             built.optimisee,

@@ -1,20 +1,16 @@
 """Studies of sequence labelling: networks × seeds as one table of accuracy and F1 on test sequences."""
 
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from itertools import product
 from pathlib import Path
-from statistics import fmean
 from typing import Any, NamedTuple
 
-import torch
 from pydantic import Field, NonNegativeInt
 
 from l2lopt import config as configs
 from l2lopt import experiments
 from l2lopt.config import TrainConfig
-from l2lopt.errors import UserError
-from l2lopt.pieces import kept, make_all, slug
+from l2lopt.pieces import kept, make_all, slug, spread, work_of
 from l2lopt.records import write_json, write_text
 from l2lopt.settings import Settings
 from l2lopt.types import Report
@@ -76,22 +72,13 @@ def reproduce(
 
 
 def _network(config: TrainConfig) -> SequenceLabelling:
-    optimisee = configs.build_training(config).optimisee
-    if not isinstance(optimisee, SequenceLabelling):
-        found, remedy = str(config.optimisee), 'set optimisee.name = "sequence-labelling"'
-        raise UserError("study: optimisee", expected="sequence labelling", found=found, remedy=remedy)
-    return optimisee
+    return configs.optimisee_of(config, SequenceLabelling, "sequence-labelling")
 
 
 def _make(piece: _Piece, report: Report) -> dict[str, Any]:
     """What became of a piece, "parameters" and the test metrics: read if it was made from the same work, else made."""
     network, path = _network(piece.config), piece.folder / "found.json"
-    work = {
-        "l2lopt": version("l2lopt"),
-        "torch": torch.__version__,
-        "recipe": piece.config.model_dump(mode="json", exclude={"label"}),
-        "data": network.data.digest(),
-    }
+    work = work_of(recipe=piece.config.model_dump(mode="json", exclude={"label"}), **network.fingerprint())
     facts = kept(path, work)
     if facts is None:
         result = experiments.train(piece.config, piece.folder, resume=True, report=report)
@@ -106,10 +93,6 @@ def _table(found: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> str:
     lines = ["| | seeds | parameters | test accuracy | test F1 |", "|---|---|---|---|---|"]
     for label, by_seed in found.items():
         parameters = f"{next(iter(by_seed.values()))['parameters']:,}"
-        spreads = (_spread([own[name] for own in by_seed.values()]) for name in ("accuracy", "f1"))
+        spreads = (spread([own[name] for own in by_seed.values()], 3) for name in ("accuracy", "f1"))
         lines.append(f"| {' | '.join([label, str(len(by_seed)), parameters, *spreads])} |")
     return "\n".join(lines) + "\n"
-
-
-def _spread(values: Sequence[float]) -> str:
-    return f"{fmean(values):.3f}" + (f" ({min(values):.3f}–{max(values):.3f})" if len(values) > 1 else "")

@@ -2,20 +2,18 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from itertools import zip_longest
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
-import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from l2lopt import config as configs
 from l2lopt import experiments
 from l2lopt.config import TrainConfig
 from l2lopt.errors import UserError, did_you_mean
-from l2lopt.pieces import kept, make_all, slug
+from l2lopt.pieces import kept, make_all, slug, spread, work_of
 from l2lopt.records import write_json, write_text
 from l2lopt.settings import Settings
 from l2lopt.types import Report
@@ -106,22 +104,13 @@ def reproduce(
 
 
 def _model(config: TrainConfig) -> LanguageModel:
-    model = configs.build_training(config).optimisee
-    if not isinstance(model, LanguageModel):
-        found, remedy = str(config.optimisee), 'set optimisee.name = "language-model"'
-        raise UserError("study: optimisee", expected="a language model", found=found, remedy=remedy)
-    return model
+    return configs.optimisee_of(config, LanguageModel, "language-model")
 
 
 def _make(piece: _Piece, report: Report) -> _Found:
     """What became of a piece: read if it was made from the same work before, else made."""
     model, path = _model(piece.config), piece.folder / "found.json"
-    work = {
-        "l2lopt": version("l2lopt"),
-        "torch": torch.__version__,
-        "recipe": piece.config.model_dump(mode="json", exclude={"label"}),
-        "corpus": model.texts.digest(),
-    }
+    work = work_of(recipe=piece.config.model_dump(mode="json", exclude={"label"}), **model.fingerprint())
     own = _read(kept(path, work))
     if own is not None:
         return own
@@ -151,7 +140,7 @@ def _n_gram(texts: Corpus, order: int) -> dict[str, float]:
 def _table(
     study: LanguageStudy, found: Mapping[str, Mapping[int, _Found]], n_grams: Mapping[int, Mapping[str, float]]
 ) -> str:
-    """The comparison in Markdown; of several seeds the mean, in brackets the lowest and the highest."""
+    """The comparison in Markdown: means, in brackets the lowest and the highest of several seeds; the median speed."""
     lines = [
         "| | seeds | recurrent parameters | in all | validation perplexity | test perplexity | tokens/s | |",
         "|---|---|---|---|---|---|---|---|",
@@ -161,9 +150,9 @@ def _table(
         counts = next(iter(own.values())).counts
         recurrent = f"{counts.recurrent:,}" + (f" + {counts.gate_biases:,}" if counts.gate_biases else "")
         cells = [run.label, str(len(own)), recurrent, f"{counts.total:,}"]
-        cells += [_spread([getattr(piece, name) for piece in own.values()]) for name in ("valid", "test")]
+        cells += [spread([getattr(piece, name) for piece in own.values()], 1) for name in ("valid", "test")]
         speeds = [piece.speed for piece in own.values() if piece.speed]
-        cells.append(f"{fmean(speeds):,.0f}" if speeds else "")
+        cells.append(f"{median(speeds):,.0f}" if speeds else "")
         cells.append("" if run.versus is None else _against(run.versus, own, found[run.versus]))
         lines.append(f"| {' | '.join(cells)} |")
     for order, own_n in n_grams.items():
@@ -179,9 +168,4 @@ def _against(label: str, own: Mapping[int, _Found], other: Mapping[int, _Found])
         return ""
     worse = fmean(differences) > 0
     sizes = differences if worse else [-difference for difference in differences]
-    return f"{'**worse**' if worse else 'better'} than {label} by {_spread(sizes)}"
-
-
-def _spread(values: Sequence[float]) -> str:
-    """Their mean, and of several the lowest and the highest."""
-    return f"{fmean(values):.1f}" + (f" ({min(values):.1f}–{max(values):.1f})" if len(values) > 1 else "")
+    return f"{'**worse**' if worse else 'better'} than {label} by {spread(sizes, 1)}"

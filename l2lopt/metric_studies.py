@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -18,7 +17,7 @@ from l2lopt import config as configs
 from l2lopt import experiments, plotting
 from l2lopt.config import TrainConfig
 from l2lopt.errors import UserError
-from l2lopt.pieces import kept, make_all, slug
+from l2lopt.pieces import kept, make_all, slug, spread, work_of
 from l2lopt.records import write_json, write_text
 from l2lopt.settings import Settings
 from l2lopt.threads import cpu_threads
@@ -107,11 +106,7 @@ def reproduce(
 
 
 def _model(config: TrainConfig) -> SequenceMetric:
-    model = configs.build_training(config).optimisee
-    if not isinstance(model, SequenceMetric):
-        found, remedy = str(config.optimisee), 'set optimisee.name = "sequence-metric"'
-        raise UserError("study: optimisee", expected="a sequence metric", found=found, remedy=remedy)
-    return model
+    return configs.optimisee_of(config, SequenceMetric, "sequence-metric")
 
 
 def _check(models: Mapping[str, SequenceMetric], neighbours: Sequence[int]) -> None:
@@ -130,15 +125,13 @@ def _check(models: Mapping[str, SequenceMetric], neighbours: Sequence[int]) -> N
 def _make(neighbours: tuple[int, ...], band: int, piece: _Piece, report: Report) -> _Found:
     """What became of a piece: read if it was made from the same work before, else made."""
     model, path = _model(piece.config), piece.folder / "found.json"
-    work = {
-        "l2lopt": version("l2lopt"),
-        "torch": torch.__version__,
-        "kind": piece.kind,
-        "recipe": piece.config.model_dump(mode="json", exclude={"label"}),
-        "neighbours": neighbours,
-        "band": band,
-        "windows": model.digest,
-    }
+    work = work_of(
+        kind=piece.kind,
+        recipe=piece.config.model_dump(mode="json", exclude={"label"}),
+        neighbours=neighbours,
+        band=band,
+        **model.fingerprint(),
+    )
     own = _read(kept(path, work))
     if own is not None:
         return own
@@ -201,10 +194,10 @@ def _table(found: Mapping[str, Sequence[_Found]], trained: Sequence[str], neighb
         cells = []
         for name, numbers in own.items():
             best = max(fmean(values[other][name]) for other in values if other not in trained)
-            mean = f"{fmean(numbers):.3f}"
+            mean, bracket, others = spread(numbers, 3).partition(" (")
             if label in trained:
                 mean = f"**{mean}**" if fmean(numbers) > best else f"{mean} ↓"
-            cells.append(mean + (f" ({min(numbers):.3f}–{max(numbers):.3f})" if len(numbers) > 1 else ""))
+            cells.append(mean + bracket + others)
         lines.append(f"| {label} | {' | '.join(cells)} |")
     told = "**Bold**: above the mean of every untrained encoder and of the raw signals; ↓: not above all of them."
     return "\n".join([*lines, "", told]) + "\n"

@@ -82,6 +82,18 @@ class Optimisee(ABC):
         found, remedy = "one that has none", "give the number of steps"
         raise UserError("epochs", expected="an optimisee with epochs", found=found, remedy=remedy)
 
+    def fingerprint(self) -> dict[str, str]:
+        """What tells its data from others, name → digest; a run goes on with the same alone; none by default."""
+        return {}
+
+    def files(self) -> dict[str, Any]:
+        """What its parameters cannot be used without, such as a vocabulary: a file's name → JSON; none by default."""
+        return {}
+
+    def told(self) -> str:
+        """A line on its size, said before it is trained; empty by default."""
+        return ""
+
     def parts(self) -> ModuleParts | None:
         """What `loss` is made of if it is a criterion on one module's outputs; None unless the optimisee says so."""
         return None
@@ -100,7 +112,7 @@ def flat_loss(optimisee: Optimisee, layout: Layout) -> Loss:
         return over_rows(loss)(params, aux, batch) if params.dim() == 2 else loss(params, aux, batch)
 
     parts = optimisee.parts()
-    return either if parts is None else ModuleLoss(either, layout, *parts)
+    return either if parts is None else ModuleLoss(either, layout, parts)
 
 
 def over_rows(function: Callable[..., Any]) -> Callable[..., Any]:

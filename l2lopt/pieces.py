@@ -3,9 +3,13 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TypeVar
+
+import torch
 
 from l2lopt.types import Report, silent
 
@@ -48,6 +52,17 @@ def kept(path: Path, work: Mapping[str, Any]) -> dict[str, Any] | None:
         return facts if facts.pop("work") == json.loads(json.dumps(work)) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def work_of(**what: Any) -> dict[str, Any]:
+    """What a piece is made from: the releases of l2lopt and PyTorch, and all else that it depends on."""
+    return {"l2lopt": version("l2lopt"), "torch": torch.__version__, **what}
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    """Their mean, and of several the lowest and the highest in brackets, for a table."""
+    brackets = f" ({min(values):.{digits}f}–{max(values):.{digits}f})" if len(values) > 1 else ""
+    return f"{fmean(values):.{digits}f}{brackets}"
 
 
 def slug(label: str) -> str:

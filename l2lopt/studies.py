@@ -7,7 +7,6 @@ import shutil
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -38,7 +37,7 @@ from l2lopt.labelling_studies import LabellingStudy
 from l2lopt.language_studies import LanguageStudy
 from l2lopt.metric_studies import MetricStudy
 from l2lopt.optimisers import Optimiser
-from l2lopt.pieces import make_all, slug
+from l2lopt.pieces import make_all, slug, work_of
 from l2lopt.records import existing, write_json, write_text
 from l2lopt.settings import Settings
 from l2lopt.tables import Choice
@@ -273,13 +272,11 @@ def _task(place: _Place, piece: _Work) -> _Task:
     assert isinstance(study, Study)
     config = _config(study, place, piece)
     home = Path(place.folder) / slug(study.problems[piece.problem].label)
-    work: dict[str, Any] = {
-        "l2lopt": version("l2lopt"),
-        "torch": torch.__version__,
-        "seed": study.seed,
-        "optimisee": config.optimisee,
-        "evaluation": config.evaluation.model_dump(mode="json", exclude={"baselines"}, exclude_none=True),
-    }
+    work = work_of(
+        seed=study.seed,
+        optimisee=config.optimisee,
+        evaluation=config.evaluation.model_dump(mode="json", exclude={"baselines"}, exclude_none=True),
+    )
     if piece.meta_seed is None:
         baseline = config.evaluation.baselines[piece.optimiser]
         return _Task(

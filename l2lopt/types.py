@@ -270,16 +270,12 @@ class ModuleLoss:
     Attributes:
         flat: the loss itself; calling this object calls it.
         layout: of θ.
-        module: see `ModuleParts`.
-        criterion: see `ModuleParts`.
-        unpack: see `ModuleParts`.
+        parts: what it is made of.
     """
 
     flat: Loss
     layout: Layout
-    module: nn.Module
-    criterion: Callable[[Tensor, Tensor], Tensor]
-    unpack: Callable[[Batch], tuple[Tensor, Tensor, Params]]
+    parts: ModuleParts
 
     def __call__(self, params: Tensor, aux: Aux, batch: Batch) -> tuple[Tensor, Aux]:
         """See `Loss`."""

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from l2lopt.errors import UserError
-from optimisees.module import ModuleOptimisee, accuracy
+from optimisees.module import ModuleOptimisee
 from optimisees.sources import source
 
 
@@ -59,16 +59,6 @@ def convnet(
             layers += [nn.ReLU(), nn.MaxPool2d(2)]
         pixels = (height >> len(channels)) * (width >> len(channels))
         layers += [nn.Flatten(), nn.Linear(pixels * channels[-1], hidden), nn.ReLU(), nn.Linear(hidden, task.classes)]
-        return task.wrapped(nn.Sequential(*layers).to(kind))
+        return nn.Sequential(*layers).to(kind)
 
-    criterion, metrics = nn.functional.cross_entropy, {"accuracy": accuracy}
-    return ModuleOptimisee(
-        factory,
-        criterion,
-        task.samples,
-        batch_size,
-        heldout,
-        device,
-        metrics=metrics,
-        evaluation_samples=evaluation_samples,
-    )
+    return task.classifier(factory, batch_size, heldout, evaluation_samples)

@@ -231,6 +231,10 @@ class Draw(Optimisee):
             trail: Trail = functional_call(self.network, params, (z,))
         return trail
 
+    def told(self) -> str:
+        """The parameters' number."""
+        return self.counts().told()
+
     def counts(self) -> Counts:
         """How many parameters there are."""
         parts = (self.network, self.network.encoder, self.network.decoder)

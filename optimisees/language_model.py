@@ -5,7 +5,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -222,6 +222,18 @@ class LanguageModel(Optimisee):
         while len(begins) <= number:
             begins.append(begins[-1] + len(self._windows(split, len(begins) - 1)) - 1)
         return begins[number]
+
+    def fingerprint(self) -> dict[str, str]:
+        """Of the texts."""
+        return {"corpus": self.texts.digest()}
+
+    def files(self) -> dict[str, Any]:
+        """The vocabulary."""
+        return {"vocabulary.json": self.texts.vocabulary.facts()}
+
+    def told(self) -> str:
+        """The parameters' number."""
+        return self.counts().told()
 
     def counts(self) -> Counts:
         """How many parameters there are."""

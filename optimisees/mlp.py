@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from l2lopt.errors import UserError
-from optimisees.module import ModuleOptimisee, accuracy
+from optimisees.module import ModuleOptimisee
 from optimisees.sources import source
 
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"sigmoid": nn.Sigmoid, "relu": nn.ReLU, "tanh": nn.Tanh}
@@ -51,16 +51,6 @@ def mlp(
         layers: list[nn.Module] = []
         for fan_in, fan_out in pairwise(sizes):
             layers += [nn.Linear(fan_in, fan_out, dtype=kind), _ACTIVATIONS[activation]()]
-        return task.wrapped(nn.Sequential(*layers[:-1]))
+        return nn.Sequential(*layers[:-1])
 
-    criterion, metrics = nn.functional.cross_entropy, {"accuracy": accuracy}
-    return ModuleOptimisee(
-        factory,
-        criterion,
-        task.samples,
-        batch_size,
-        heldout,
-        device,
-        metrics=metrics,
-        evaluation_samples=evaluation_samples,
-    )
+    return task.classifier(factory, batch_size, heldout, evaluation_samples)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -93,6 +93,14 @@ class SequenceLabelling(Optimisee):
         train, valid, test = (self._placed(part) for part in (self.data.train, self.data.valid, self.data.test))
         self._splits: dict[Split, Sequences] = {"train": train, "inner": train, "heldout": valid, "test": test}
         self._whole = {split: (_batch(part), int(part.lengths.sum())) for split, part in self._splits.items()}
+
+    def fingerprint(self) -> dict[str, str]:
+        """Of the sequences and their labels."""
+        return {"data": self.data.digest()}
+
+    def files(self) -> dict[str, Any]:
+        """The tokens, if there are any, and the labels."""
+        return {"vocabulary.json": {"tokens": self.data.tokens, "labels": self.data.classes}}
 
     def init(self, seed: int) -> tuple[Params, Aux]:
         """Embeddings from N(0, 0.1²), U and c from U(±1/√width) and the cells' own initial values; no accuracy yet."""

@@ -78,7 +78,7 @@ class SequenceMetric(Optimisee):
         self.per_class, self.evaluation_size, self.few = per_class, evaluation_size, evaluation_windows
         self.dtype, self.device = getattr(torch, dtype), torch.device(device)
         whole = data if isinstance(data, Windows) else har.load(data_root(data))
-        self.digest = whole.digest()
+        self._digest = whole.digest()
         train, test = whole.split(test_subjects)
         inner, heldout = train.split(heldout_subjects) if heldout_subjects else (train, None)
         parts: dict[Split, Windows | None] = {"train": train, "inner": inner, "heldout": heldout, "test": test}
@@ -90,6 +90,10 @@ class SequenceMetric(Optimisee):
             self.stack = self._fresh()
         for split in ("train", "inner"):
             self._members(split)
+
+    def fingerprint(self) -> dict[str, str]:
+        """Of all windows, before any split."""
+        return {"windows": self._digest}
 
     def init(self, seed: int) -> tuple[Params, Aux]:
         """The cell's own initial values, and the loss before its first batch."""

@@ -9,6 +9,7 @@ from torch import nn
 from optimisees import images
 from optimisees.datasets import InMemory, digits
 from optimisees.image_inputs import Normalised, statistics
+from optimisees.module import ModuleOptimisee, accuracy
 
 
 class Source(NamedTuple):
@@ -19,12 +20,29 @@ class Source(NamedTuple):
         shape: channels, height and width of a sample.
         classes: how many there are.
         wrapped: a model of flat samples in the dtype asked for → one of samples as they are kept.
+        device: where models live.
     """
 
     samples: InMemory
     shape: tuple[int, int, int]
     classes: int
     wrapped: Callable[[nn.Module], nn.Module]
+    device: str
+
+    def classifier(
+        self, factory: Callable[[], nn.Module], batch_size: int, heldout: float, evaluation_samples: int | None
+    ) -> ModuleOptimisee:
+        """Models from flat samples to scores of the classes, under cross-entropy; see `ModuleOptimisee`."""
+        return ModuleOptimisee(
+            lambda: self.wrapped(factory()),
+            nn.functional.cross_entropy,
+            self.samples,
+            batch_size,
+            heldout,
+            self.device,
+            metrics={"accuracy": accuracy},
+            evaluation_samples=evaluation_samples,
+        )
 
 
 def source(
@@ -40,7 +58,7 @@ def source(
         device: where models live.
     """
     if dataset == "digits":
-        return Source(digits(dtype), (1, 8, 8), 10, lambda model: model)
+        return Source(digits(dtype), (1, 8, 8), 10, lambda model: model, device)
     samples = images.load(dataset, None, data, download)
     _, channels, height, width = samples.train_inputs.shape
     mean, deviation = (part.to(device) for part in statistics(samples.train_inputs, dtype))
@@ -49,4 +67,4 @@ def source(
     def wrapped(model: nn.Module) -> nn.Module:
         return Normalised(nn.Sequential(nn.Flatten(), model), mean, deviation)
 
-    return Source(samples, (channels, height, width), classes, wrapped)
+    return Source(samples, (channels, height, width), classes, wrapped, device)

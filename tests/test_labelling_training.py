@@ -266,7 +266,7 @@ def test_a_study_makes_its_table_and_goes_on_where_it_stood(tmp_path, monkeypatc
         ({"seed": [3]}, "seed: expected a known key, found 'seed'; did you mean 'seeds'?"),
         (
             {"labellers": [{"label": "a", "changes": ["optimisee=mlp"]}]},
-            "expected sequence labelling",
+            "study: optimisee: expected a sequence-labelling",
         ),
         ({"labellers": [{"label": "a", "changes": ["optimisee.cell=x"]}]}, "cell: expected a known name, found 'x'"),
     ],

@@ -316,7 +316,7 @@ def test_jobs_side_by_side_make_the_same_table(tmp_path):
         ({"run": 3}, "run: expected a known key, found 'run'; did you mean 'runs'?"),
         ({"config": "none.toml"}, "none.toml: expected a config file, found nothing"),
         ({"runs": [{"label": "a", "versus": "b"}]}, "a: expected a run's label, found b; choose one of a"),
-        ({"runs": [{"label": "a", "changes": ["optimisee=mlp"]}]}, "study: optimisee: expected a language model"),
+        ({"runs": [{"label": "a", "changes": ["optimisee=mlp"]}]}, "study: optimisee: expected a language-model"),
         ({"runs": [{"label": "a", "changes": ["optimisee.cell=x"]}]}, "cell: expected a known name, found 'x'"),
     ],
 )

@@ -203,7 +203,7 @@ ENCODER = {"label": "a", "config": "har.toml"}
         ({"bands": 3}, "bands: expected a known key, found 'bands'; did you mean 'band'?"),
         ({"neighbours": [10]}, "test_subjects: expected at least 10 windows of other test subjects, found 9"),
         ({"encoders": [{**ENCODER, "config": "none.toml"}]}, "none.toml: expected a config file, found nothing"),
-        ({"encoders": [{**ENCODER, "changes": ["optimisee=mlp"]}]}, "study: optimisee: expected a sequence metric"),
+        ({"encoders": [{**ENCODER, "changes": ["optimisee=mlp"]}]}, "study: optimisee: expected a sequence-metric"),
         (
             {"encoders": [ENCODER, {**ENCODER, "label": "b", "changes": ["optimisee.test_subjects=[2]"]}]},
             "study: b: expected the test windows of the others, found others",

@@ -1,6 +1,7 @@
 """A run that is killed and resumed ends as one that was not, to the byte."""
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 from killing import kill_ten_times
@@ -90,6 +91,19 @@ def test_the_evaluation_may_change(whole):
     assert files(whole)["optimiser.safetensors"] == before["optimiser.safetensors"]
     l2lopt.meta_train(DEMO, whole, changes=LONGER, resume=True)
     assert files(whole) == before
+
+
+def test_a_checkpoint_on_other_data_is_refused(tmp_path):
+    files = {name: str(tmp_path / f"{name}.txt") for name in ("train", "valid", "test")}
+    for path in files.values():
+        Path(path).write_text("the cat sat\n" * 30)
+    task = {"name": "language-model", "data": {"name": "files", **files}, "embedding_size": 3, "layers": 1, "window": 5}
+    recipe = {"optimisee": task | {"batch_size": 2}, "meta": {"updates": 2, "validate_every": 2, "checkpoint_every": 1}}
+    recipe |= {"unroll": {"length": 2}, "validation": {"seeds": 1, "horizons": [1]}, "threads": 1}
+    l2lopt.meta_train(recipe, tmp_path / "run")
+    Path(files["valid"]).write_text("the dog sat\n" * 30)
+    with pytest.raises(UserError, match=r"expected 0\.corpus = \w+, found 0\.corpus = \w+"):
+        l2lopt.meta_train(recipe, tmp_path / "run", resume=True)
 
 
 def test_a_checkpoint_of_another_version_is_refused(tmp_path, monkeypatch):

@@ -59,23 +59,24 @@ class Higher(Unroll):
 
 def _patched(loss: ModuleLoss) -> Loss:
     """The same loss, computed by a functional copy of the module; for single runs."""
+    module, criterion, unpack = loss.parts
     # With track_higher_grads the copy would keep the weights of every call; what is on the tape does not depend on it.
-    functional = library().monkeypatch(loss.module, track_higher_grads=False)
-    names = [name for name, _ in loss.module.named_parameters()]
-    first = {buffer: name for name, buffer in loss.module.named_buffers()}
+    functional = library().monkeypatch(module, track_higher_grads=False)
+    names = [name for name, _ in module.named_parameters()]
+    first = {buffer: name for name, buffer in module.named_buffers()}
     places = []  # a layer that stands at two places is two layers in the copy, with one tensor for both
-    for path, buffer in loss.module.named_buffers(remove_duplicate=False):
+    for path, buffer in module.named_buffers(remove_duplicate=False):
         owner, _, name = path.rpartition(".")
         places.append((functional.get_submodule(owner), name, first[buffer]))
 
     def patched(params: Tensor, aux: Aux, batch: Batch) -> tuple[Tensor, Aux]:
         moved = {name: value.clone() for name, value in aux.items()}  # the module updates its buffers in place
-        inputs, targets, given = loss.unpack(batch)
+        inputs, targets, given = unpack(batch)
         buffers, weights = moved | given, loss.layout.unravel(params)
         for layer, name, source in places:
             setattr(layer, name, buffers[source])
         outputs = functional(inputs, params=[weights[name] for name in names])
-        return loss.criterion(outputs, targets), moved
+        return criterion(outputs, targets), moved
 
     return patched
 

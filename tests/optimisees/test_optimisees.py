@@ -1,5 +1,7 @@
 """The laws of an optimisee, for every optimisee."""
 
+import json
+
 import laws
 import pytest
 import torch
@@ -30,6 +32,15 @@ def test_rows_are_separate_runs(make):
 @each_optimisee
 def test_resumes(make):
     laws.assert_resumes(make)
+
+
+@each_optimisee
+def test_what_its_runs_keep_of_it_is_the_same_every_time_and_fits_json(make):
+    one, other = make(), make()
+    assert one.fingerprint() == other.fingerprint()
+    assert all(isinstance(digest, str) for digest in one.fingerprint().values())
+    assert json.loads(json.dumps(one.files())) == json.loads(json.dumps(other.files()))
+    assert isinstance(one.told(), str)
 
 
 @each_sampled

@@ -119,9 +119,9 @@ def test_empty_unroll_gives_zeros(make, rule):
 def test_changes_nothing(make, optimisee):
     """Not the module either: its parameters and buffers stay."""
     single = run_of(optimisee=optimisee)
-    before = laws.clone(single.loss.module.state_dict(keep_vars=False))
+    before = laws.clone(single.loss.parts.module.state_dict(keep_vars=False))
     laws.assert_unroll_changes_nothing(make(truncation=2), single)
-    laws.assert_same(dict(single.loss.module.state_dict()), dict(before))
+    laws.assert_same(dict(single.loss.parts.module.state_dict()), dict(before))
 
 
 @each_module_unroll
