@@ -5,6 +5,8 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -266,16 +268,19 @@ def _progress() -> "Iterator[Report]":
     )
     bars: dict[str, TaskID] = {}
     tenths: dict[str, int] = {}
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress, _told():
+    quiet, period = not console.is_terminal, 1800.0  # seconds that the speed is taken over: steps may take a minute
+    with Progress(*columns, console=console, disable=quiet, speed_estimate_period=period) as progress, _told():
 
         def report(stage: str, done: int, total: int, figures: Mapping[str, float]) -> None:
             shown = "  ".join(f"{name} {value:.4g}" for name, value in list(figures.items())[:3])
-            if stage not in bars or done < (progress.tasks[bars[stage]].completed if console.is_terminal else 0):
-                bars[stage] = progress.add_task(stage, total=total, figures=shown)
+            if stage not in bars or done < progress.tasks[bars[stage]].completed:
+                bars[stage] = progress.add_task(stage, total=total, completed=done, figures=shown)
             progress.update(bars[stage], completed=done, total=total, figures=shown)
             if not console.is_terminal and (tenth := 10 * done // max(total, 1)) != tenths.get(stage):
                 tenths[stage] = tenth
-                console.print(f"{stage}: {done}/{total}  {shown}", highlight=False, soft_wrap=True)
+                left = progress.tasks[bars[stage]].time_remaining
+                told = f"  left {timedelta(seconds=ceil(left))}" if left else ""
+                console.print(f"{stage}: {done}/{total}  {shown}{told}", highlight=False, soft_wrap=True)
 
         yield report
 

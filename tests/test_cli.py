@@ -1,7 +1,9 @@
 """The command line: what it says and how it ends."""
 
+import re
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -27,6 +29,17 @@ def called(monkeypatch, capsys, *arguments):
 
 def sets(changes):
     return [part for change in changes for part in ("--set", change)]
+
+
+def test_off_a_terminal_a_line_for_every_tenth_says_what_is_left(capsys):
+    with cli._progress() as report:
+        for done in (0, 1, 50, 51, 100):
+            time.sleep(0.001)
+            report("train", done, 100, {"loss": 0.25})
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines] == ["0/100", "50/100", "100/100"]
+    assert re.fullmatch(r"train: 50/100  loss 0\.25  left \d+:\d\d:\d\d", lines[1])
+    assert "left" not in lines[2]
 
 
 def test_meta_train_evaluate_plot(tmp_path, monkeypatch, capsys):
