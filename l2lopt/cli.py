@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -222,7 +223,9 @@ def main() -> None:
     """
     console.quiet = _RANK not in (None, "0")
     try:
-        app(standalone_mode=False)
+        code = app(standalone_mode=False)
+        if code == 130:  # Typer's, after an interruption
+            _fail("stopped", code=130)
     except UserError as error:
         _fail(str(error))
     except typer.Exit as done:
@@ -280,7 +283,8 @@ def _progress() -> "Iterator[Report]":
                 tenths[stage] = tenth
                 left = progress.tasks[bars[stage]].time_remaining
                 told = f"  left {timedelta(seconds=ceil(left))}" if left else ""
-                console.print(f"{stage}: {done}/{total}  {shown}{told}", highlight=False, soft_wrap=True)
+                line = f"{stage}: {done}/{total}  {shown}{told}"
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
 
         yield report
 
@@ -314,7 +318,7 @@ def _show(result: "Evaluation") -> None:
             table.add_column(f"step {horizon}", justify="right")
         for name in dict.fromkeys(row.optimiser for row in result.table):
             rows = [row for row in result.table if (row.optimiser, row.split) == (name, split)]
-            table.add_row(name, *(f"{row.mean:.5f}" for row in rows))
+            table.add_row(escape(name), *(f"{row.mean:.5f}" for row in rows))
             if rows[0].versus:
                 paired = (
                     f"{row.difference:+.5f} [{row.difference_low:+.5f}, {row.difference_high:+.5f}] {row.versus}"
@@ -324,11 +328,13 @@ def _show(result: "Evaluation") -> None:
         console.print(table)
     diverged = {row.optimiser: row.diverged for row in result.table if row.diverged}
     if diverged:
-        console.print("diverged runs: " + ", ".join(f"{name} {count}" for name, count in diverged.items()))
+        console.print(
+            "diverged runs: " + ", ".join(f"{name} {count}" for name, count in diverged.items()), markup=False
+        )
     for warning in result.warnings:
-        console.print(f"warning: {warning}", highlight=False)
+        console.print(f"warning: {warning}", markup=False, highlight=False)
 
 
 def _left(paths: list[Path]) -> None:
     for path in paths:
-        console.print(os.fspath(path), highlight=False, soft_wrap=True)
+        console.print(os.fspath(path), markup=False, highlight=False, soft_wrap=True)

@@ -55,7 +55,7 @@ class _Common(Settings):
     """Of everything: equal configs and seeds give equal runs on the same machine."""
     device: str = "cpu"
     """Where tensors live: "cpu", "cuda", "cuda:1", …"""
-    threads: PositiveInt | None = None
+    threads: PositiveInt | None = Field(default=None, le=1024)
     """CPU threads; none: PyTorch's own choice. Small tensors are fastest on one."""
     optimisee: Choice
     """What is optimised: a name, or a table of the name and its options."""
@@ -82,8 +82,12 @@ class Config(_Common):
     @property
     def name(self) -> str:
         """The learned optimiser's name in results."""
-        cell = "lstm" if isinstance(self.optimiser, str) else self.optimiser.get("cell", "lstm")
-        return self.label or f"learned-{cell if isinstance(cell, str) else cell.get('name')}"
+        choice = {"name": self.optimiser} if isinstance(self.optimiser, str) else self.optimiser
+        kind = choice.get("name")
+        if kind == "coordinatewise":
+            cell = choice.get("cell", "lstm")
+            kind = cell if isinstance(cell, str) else cell.get("name")
+        return self.label or f"learned-{kind}"
 
 
 class TrainConfig(_Common):
@@ -167,7 +171,7 @@ def load(
 
 
 def dump(config: Settings) -> str:
-    """The config as TOML, every field written out."""
+    """The config as TOML, every field written out; of a choice, the options that were given."""
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
 
 
@@ -187,7 +191,21 @@ def build(config: Config) -> Experiment:
     config.evaluation.checked_horizons()
     for baseline in config.evaluation.baselines:
         baseline.build(baseline.rates[0], config.evaluation.steps)
-    return Experiment(config, problems, optimiser.to(place), unroll)
+    return Experiment(config, problems, fitting(optimiser, problems).to(place), unroll)
+
+
+def fitting(optimiser: Optimiser, problems: Sequence[Optimisee]) -> Optimiser:
+    """An optimiser in the dtype of these problems' parameters.
+
+    Raises:
+        UserError: for problems of several dtypes.
+    """
+    dtypes = {value.dtype for problem in problems for value in problem.init(0)[0].values()}
+    if len(dtypes) > 1:
+        found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise UserError("optimisees", expected="one dtype", found=found, remedy="set dtype alike in all")
+    fit: Optimiser = optimiser.to(dtypes.pop())
+    return fit
 
 
 def build_training(config: TrainConfig) -> Training:
@@ -204,7 +222,10 @@ def build_training(config: TrainConfig) -> Training:
         next(iter(optimisee.whole(split, seed)))  # refused if it has no samples
     optimisee.batch(config.train.splits[0], seed, 0)  # or too few
     if config.train.epochs:
-        optimisee.epoch(config.train.splits[0], seed, config.train.epochs)
+        steps = optimisee.epoch(config.train.splits[0], seed, config.train.epochs)
+        if config.train.warm_up > steps:
+            expected, found = f"at most {steps}, the steps of {config.train.epochs} epochs", str(config.train.warm_up)
+            raise UserError("train.warm_up", expected=expected, found=found, remedy="change the value")
     params, _ = optimisee.init(seed)
     try:
         factory(list(params.items()))
@@ -225,7 +246,7 @@ def device(name: str) -> torch.device:
     """
     try:
         found = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if name == "cuda" else name)
-        torch.zeros(1, device=found)
+        torch.zeros(1, device=found).item()
     except (RuntimeError, AssertionError) as error:
         reason = f"{name!r} ({str(error).splitlines()[0]})"
         raise UserError("device", expected="a device of this machine", found=reason, remedy='use "cpu"') from None

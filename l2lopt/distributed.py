@@ -32,6 +32,17 @@ def ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def alone(what: str) -> None:
+    """Refuses to go on where `torchrun` has started several processes, for work that they cannot share.
+
+    Raises:
+        UserError: there.
+    """
+    if (count := os.environ.get("WORLD_SIZE", "1")) != "1":
+        remedy = "start it without torchrun"
+        raise UserError(what, expected="one process", found=f"{count} of torchrun's", remedy=remedy)
+
+
 @contextmanager
 def together() -> Iterator[None]:
     """The processes of `torchrun` as one group within the block; without it, or within another block, nothing."""

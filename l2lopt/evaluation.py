@@ -29,7 +29,7 @@ class Baseline(Settings):
 
     optimiser: Choice
     """Name, or name and options, without the rate."""
-    rates: list[PositiveFloat]
+    rates: list[PositiveFloat] = Field(min_length=1)
     """The grid, rising; at least seven half-decades make the comparison fair."""
     schedule: Literal["constant", "cosine"] = "constant"
     """`cosine` gives `adamw` a warm-up over the first twentieth of the horizon and a cosine to its end."""
@@ -146,10 +146,18 @@ class Evaluation:
 
 
 class Curves(NamedTuple):
-    """Losses on whole splits along a run: `losses[split]` is [recorded steps, S]; `seconds` per step and row."""
+    """What runs showed on their way.
+
+    Attributes:
+        steps: that were recorded.
+        losses: split → the test-mode losses on all of it, [recorded steps, S].
+        first: the training-mode losses on the first batch, [S].
+        seconds: per step and row.
+    """
 
     steps: list[int]
     losses: dict[Split, Tensor]
+    first: Tensor
     seconds: float
 
 
@@ -169,6 +177,7 @@ class FreeRun:
     Attributes:
         kind: "learned" or "baseline".
         losses: split → step → the loss of each problem, [S].
+        first: see `Curves`.
         seconds: per inner step and problem.
         chosen: of a baseline, horizon → the run chosen for it.
         warnings: rates that sit at an edge of their grid.
@@ -176,6 +185,7 @@ class FreeRun:
 
     kind: str
     losses: dict[Split, dict[int, Tensor]]
+    first: Tensor
     seconds: float
     chosen: dict[int, Tuned] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
@@ -208,6 +218,7 @@ def run_free(
     state = optimiser.init(layout, (len(seeds),), like=params)
     losses: dict[Split, list[Tensor]] = {split: [] for split in splits}
     marks, seconds, steps, values = set(record), 0.0, 0, params.new_zeros(len(seeds))
+    first = params.new_full((len(seeds),), torch.inf)
     for step in range(max(record) + 1):
         lost = _nowhere(values, params)
         if step in marks:
@@ -226,12 +237,13 @@ def run_free(
                 change, state = optimiser.advance(grads, state, params.detach(), values.detach())
                 params = params.detach() + change
             aux = {name: value.detach() for name, value in aux.items()}
+            first = values.detach() if step == 0 else first
             if params.is_cuda:
                 torch.cuda.synchronize(params.device)
             seconds += time.perf_counter() - start
             steps += 1
     taken = {split: torch.stack(values).cpu() for split, values in losses.items()}
-    return Curves(sorted(marks), taken, seconds / max(1, steps * len(seeds)))
+    return Curves(sorted(marks), taken, first.cpu(), seconds / max(1, steps * len(seeds)))
 
 
 def _nowhere(losses: Tensor, params: Tensor) -> bool:
@@ -250,7 +262,7 @@ def run_groups(
     *,
     rows: int | None = None,
     keep: Keep = made,
-    work: Mapping[str, Any] | None = None,
+    work: Callable[[slice], Mapping[str, Any]] = lambda _: {},
 ) -> Curves:
     """`run_free`, `rows` problems at a time, each group a piece that can be kept, and shared out to the ranks.
 
@@ -264,7 +276,7 @@ def run_groups(
         stage: its name.
         rows: of a group; None: all, or a rank's share of them.
         keep: where the groups' curves are kept.
-        work: what the runs are, besides seeds, steps and splits.
+        work: what the runs of a group are, besides their seeds, steps and splits.
     """
     size = rows or ceil(len(seeds) / distributed.ranks())
     groups = [slice(low, low + size) for low in range(0, len(seeds), size)]
@@ -272,7 +284,7 @@ def run_groups(
     def make(index: int) -> Curves:
         group = groups[index]
         own, facts = seeds[group], {"seeds": [*seeds[group]], "record": [*record], "splits": [*splits]}
-        facts |= {"group": [group.start, group.stop], **(work or {})}
+        facts |= work(group)
 
         def told(stage: str, done: int, total: int, figures: Mapping[str, float]) -> None:
             report(stage, index * total + done, len(groups) * total, figures)
@@ -281,7 +293,8 @@ def run_groups(
 
     parts = distributed.share_out(make, len(groups))
     losses = {split: torch.cat([part.losses[split] for part in parts], dim=1) for split in splits}
-    return Curves(parts[0].steps, losses, fmean(part.seconds for part in parts))
+    first = torch.cat([part.first for part in parts])
+    return Curves(parts[0].steps, losses, first, fmean(part.seconds for part in parts))
 
 
 def record_steps(steps: int, horizons: Sequence[int], per_decade: int = 12) -> list[int]:
@@ -342,7 +355,7 @@ def learned_run(
     run = run_groups(
         lambda _: optimiser, optimisee, seeds, record, report=report, stage=stage, rows=settings.rows, keep=keep
     )
-    return FreeRun("learned", _by_step(run), run.seconds)
+    return FreeRun("learned", _by_step(run), run.first, run.seconds)
 
 
 def baseline_run(
@@ -356,8 +369,8 @@ def baseline_run(
 ) -> FreeRun:
     """A baseline tuned for every horizon, on the problems of an evaluation; the arguments are as in `learned_run`."""
     chosen = _tune(baseline, optimisee, settings, seed, report, keep)
-    losses, seconds = _baseline_curve(baseline, chosen, optimisee, settings, seed, report, keep)
-    return FreeRun("baseline", losses, seconds, chosen, _edges(baseline, chosen))
+    losses, first, seconds = _baseline_curve(baseline, chosen, optimisee, settings, seed, report, keep)
+    return FreeRun("baseline", losses, first, seconds, chosen, _edges(baseline, chosen))
 
 
 def compared(runs: Mapping[str, FreeRun], horizons: Sequence[int]) -> Evaluation:
@@ -406,7 +419,7 @@ def _tune(
             f"tune {baseline.name}",
             rows=settings.rows,
             keep=keep,
-            work={"length": length},
+            work=lambda group, length=length: {"rates": rows[group].tolist(), "length": length},  # type: ignore[misc]
         )
         for horizon, losses in _by_step(run)["train"].items():
             means = losses.view(len(rates), len(seeds)).double().mean(1).nan_to_num(nan=torch.inf)
@@ -422,8 +435,8 @@ def _baseline_curve(
     seed: int,
     report: Report,
     keep: Keep,
-) -> tuple[dict[Split, dict[int, Tensor]], float]:
-    """The losses of the runs chosen for each horizon, each where its horizon is the next."""
+) -> tuple[dict[Split, dict[int, Tensor]], Tensor, float]:
+    """The losses of the runs chosen for each horizon, each where its horizon is the next; those on the first batch."""
     record = record_steps(settings.steps, settings.checked_horizons())
     curve: dict[Split, dict[int, Tensor]] = {split: {} for split in SPLITS}
     seconds, first = 0.0, 0
@@ -439,14 +452,14 @@ def _baseline_curve(
             stage=baseline.name,
             rows=settings.rows,
             keep=keep,
-            work=run._asdict(),
+            work=lambda _, run=run: {"rates": run.rate, "length": run.length},  # type: ignore[misc]
         )
         seconds = max(seconds, taken.seconds)
         for horizon in served:
             first = max((earlier + 1 for earlier in chosen if earlier < horizon), default=0)
             for split, by_step in _by_step(taken).items():
                 curve[split] |= {step: losses for step, losses in by_step.items() if first <= step <= horizon}
-    return curve, seconds
+    return curve, taken.first, seconds
 
 
 def _edges(baseline: Baseline, chosen: Mapping[int, Tuned]) -> list[str]:
@@ -474,7 +487,9 @@ def _table(runs: Mapping[str, FreeRun], horizons: Sequence[int]) -> list[Compari
                 mean, low, high = interval(values)
                 versus = best if run.kind == "learned" else ""
                 paired = interval(values - losses[best]) if versus else (torch.nan,) * 3
-                diverged = int((~values.isfinite() | (values > run.losses[split][0])).sum())
+                # Before its first step a network with batch norm may have any test-mode loss.
+                begin = torch.minimum(run.losses[split][0], run.first)
+                diverged = int((~values.isfinite() | (values > begin)).sum())
                 lines.append(Comparison(name, run.kind, horizon, split, mean, low, high, versus, *paired, diverged))
     return lines
 

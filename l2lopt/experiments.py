@@ -4,11 +4,11 @@ import csv
 import hashlib
 import json
 import logging
-import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ _MADE = (
     "labels.json",
     "mistakes.txt",
 )
+_DRAWN = ("loss-curves", "training-curve", "labelled-sequence", "samples")
 _log = logging.getLogger(__name__)
 
 
@@ -86,8 +87,8 @@ def meta_train(
         checkpoint = CheckpointFile(folder / "checkpoint.safetensors", work)
         kept = checkpoint.load()
         distributed.on_first(lambda: write_text(folder / "config.toml", configs.dump(settings)))
-        after = kept[0]["update"] if kept else -1
-        recording = nullcontext(NoRecords()) if distributed.rank() else closing(Records(folder, after))
+        after, pending = (kept[0]["update"], None if kept[0]["validated"] else "validation") if kept else (-1, None)
+        recording = nullcontext(NoRecords()) if distributed.rank() else closing(Records(folder, after, pending))
         with recording as records, cpu_threads(settings.threads):
             result = meta_training.meta_train(
                 experiment.optimiser,
@@ -143,9 +144,12 @@ def evaluate(*runs: str | Path, changes: Sequence[str] = (), report: Report = si
         first = configs.build(settings[0])
         learned = {}
         for folder, own in zip(folders, settings, strict=True):
-            name = own.name if own.name not in learned else f"{own.name} ({folder.name})"
-            optimiser = weights.load(folder / "optimiser.safetensors").to(configs.device(own.device))
-            learned[name] = kernels.fast(optimiser, own.backend)
+            names = (own.name, f"{own.name} ({folder.name})", f"{own.name} ({folder})")
+            name = next((name for name in names if name not in learned), None)
+            if name is None:
+                raise UserError("evaluate", expected="each run once", found=f"{folder} again", remedy="leave it out")
+            optimiser = configs.fitting(weights.load(folder / "optimiser.safetensors"), [first.optimisee])
+            learned[name] = kernels.fast(optimiser.to(configs.device(own.device)), own.backend)
         with cpu_threads(settings[0].threads):
             result = evaluation.evaluate(
                 learned, first.optimisee, settings[0].evaluation, seed=settings[0].seed, report=report
@@ -183,8 +187,10 @@ def train(
         report: progress.
 
     Raises:
-        UserError: for a mistake in the config, damaged weights, or a folder that holds a run already.
+        UserError: for a mistake in the config, damaged weights, a folder that holds a run already, or several processes
+            of `torchrun`.
     """
+    distributed.alone("train")
     built = configs.build_training(configs.load(config, changes, kind=TrainConfig))
     settings = built.config
     folder = _claim(Path(run), overwrite, resume)
@@ -298,16 +304,22 @@ def paint(run: str | Path, count: int = 8, seed: int = 0) -> list[Path]:
 
 def paints(run: str | Path) -> bool:
     """Whether a folder is that of a DRAW's run."""
+    config = _training(Path(run))
+    return config is not None and _choice(config).get("name") == "draw"
+
+
+def _training(folder: Path) -> TrainConfig | None:
+    """The config of a run of training, None for another folder."""
     try:
-        return _choice(configs.load(Path(run) / "config.toml", kind=TrainConfig)).get("name") == "draw"
-    except UserError:  # no run of training at all
-        return False
+        return configs.load(folder / "config.toml", kind=TrainConfig)
+    except UserError:
+        return None
 
 
 def plot(*runs: str | Path) -> list[Path]:
     """Draws into `figures/` of every run's folder, as PNG and SVG, what its records hold.
 
-    That is `loss-curves` from `evaluation.csv`, or, where `train` has left the run, `training-curve` from
+    That is `loss-curves` from `evaluation.csv`, or, where `train` has begun the run, `training-curve` from
     `metrics.jsonl` and `labelled-sequence` from `labels.json`, if it is there.
 
     Raises:
@@ -316,7 +328,7 @@ def plot(*runs: str | Path) -> list[Path]:
     folders = [Path(run) for run in runs]
     paths = []
     for folder in folders:
-        if (folder / "result.json").exists():
+        if (folder / "result.json").exists() or _training(folder):
             curves = plotting.read_training(folder / "metrics.jsonl")
             paths += plotting.training_curve(curves, folder / "figures", title=folder.name)
             if (folder / "labels.json").exists():
@@ -361,19 +373,27 @@ def demo(
 
 
 def _claim(folder: Path, overwrite: bool, resume: bool) -> Path:
-    """The folder, made if need be, without an earlier run's files."""
-    if folder.exists() and not folder.is_dir():
-        raise UserError(str(folder), expected="a folder", found="a file", remedy="choose another --run")
-    if folder.exists() and any(folder.iterdir()):
-        if resume:
-            return folder
-        if not overwrite:
-            remedy = "choose another --run, or pass --resume to go on or --overwrite to replace it"
-            raise UserError(str(folder), expected="a new or empty folder", found="an earlier run", remedy=remedy)
-        for path in [*(folder / name for name in _MADE), *folder.glob("events.out.tfevents.*")]:
-            path.unlink(missing_ok=True)
-        shutil.rmtree(folder / "figures", ignore_errors=True)
-    folder.mkdir(parents=True, exist_ok=True)
+    """The folder, made if need be, without an earlier run's files; of others it says so."""
+    another = "choose another --run"
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise UserError(str(folder), expected="a folder", found="a file", remedy=another)
+        if folder.exists() and any(folder.iterdir()) and not resume:
+            events = list(folder.glob("events.out.tfevents.*"))
+            found = "an earlier run" if events and (folder / "config.toml").is_file() else "files that no run has left"
+            if found != "an earlier run" or not overwrite:
+                remedy = f"{another}, or pass --resume to go on or --overwrite to replace it"
+                remedy = remedy if found == "an earlier run" else another
+                raise UserError(str(folder), expected="a new or empty folder", found=found, remedy=remedy)
+            pictures = [path for figure in _DRAWN for path in (folder / "figures").glob(f"{figure}.*")]
+            for path in [*(folder / name for name in _MADE), *events, *pictures]:
+                path.unlink(missing_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):  # it can be written in
+            pass
+    except OSError as error:
+        found = error.strerror or str(error)
+        raise UserError(str(folder), expected="a folder to write in", found=found, remedy=another) from None
     return folder
 
 

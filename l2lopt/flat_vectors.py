@@ -1,7 +1,8 @@
 """Parameters that step together as one flat vector, and what `torch.optim` sees of a rule's state on them."""
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -58,7 +59,8 @@ class FlatVector:
     def scatter(self, theta: Tensor) -> None:
         """Puts θ [n] into the parameters, rounded to their dtype."""
         here = [param for param in self._here() if param.numel()]
-        torch._foreach_copy_(here, list(_unflatten_dense_tensors(theta, here)))
+        if here:
+            torch._foreach_copy_(here, list(_unflatten_dense_tensors(theta, here)))
 
     def anywhere(self, found: Tensor) -> bool:
         """Whether a flag is set in any of the processes that the parameters lie across."""
@@ -172,7 +174,10 @@ def partition(
 
 
 def vectors_of(
-    group: Mapping[str, Any], state: MutableMapping[Tensor, dict[str, Any]], kept: dict[int, FlatVector]
+    group: Mapping[str, Any],
+    state: MutableMapping[Tensor, dict[str, Any]],
+    kept: dict[int, FlatVector],
+    others: Iterable[Tensor] = (),
 ) -> list[FlatVector]:
     """The parameters of a group that have a gradient, as the flat vectors that they make.
 
@@ -182,6 +187,7 @@ def vectors_of(
         group: of `torch.optim`.
         state: of the optimiser; changed in place.
         kept: number → vector, from the last call; changed in place.
+        others: the parameters of the other groups, see `fan_ins_of`.
     """
     params = group["params"]
     if len(kept) == 1 and all(param.grad is not None for param in params):
@@ -204,11 +210,26 @@ def vectors_of(
                 state[params[place]]["vector"] = number
         own = [state[params[place]] for place in places]
         if number not in kept or not kept[number].holds([params[place] for place in places], own):
-            fan_ins = Layout.of(dict(zip(names, params, strict=True))).fan_ins  # a bias's matrix may lie elsewhere
+            fan_ins = fan_ins_of(params, others)  # of all: a bias's matrix may lie in another vector
             chosen = {names[place]: params[place] for place in places}
             kept[number] = FlatVector(chosen, own, tuple(fan_ins[place] for place in places))
         vectors.append(kept[number])
     return vectors
+
+
+def fan_ins_of(params: Sequence[Tensor], others: Iterable[Tensor]) -> tuple[int, ...]:
+    """`Layout.fan_ins` of a group's parameters.
+
+    Vectors before which there is no matrix in their group, such as biases that are a group of their own, take the
+    fan-in of the first matrix among `others` that has as many outputs as they have numbers.
+    """
+    found = list(Layout.of({str(place): param for place, param in enumerate(params)}).fan_ins)
+    matrices = [other for other in others if other.dim() > 1]
+    for place, param in enumerate(params):
+        if param.dim() > 1:
+            break
+        found[place] = next((prod(m.shape[1:]) for m in matrices if len(m) == param.numel()), found[place])
+    return tuple(max(fan_in, 1) for fan_in in found)
 
 
 def names_of(group: Mapping[str, Any]) -> list[str]:

@@ -118,8 +118,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def said(seconds: float) -> str:
-    """A duration in the unit that suits it, two digits."""
-    for unit, name in ((86_400, "days"), (3_600, "h"), (60, "min")):
-        if seconds >= 2 * unit:
-            return f"{seconds / unit:.2g} {name}"
-    return f"{seconds:.2g} s"
+    """A duration in the unit that suits it, two digits or a whole number."""
+    units = ((86_400, "days"), (3_600, "h"), (60, "min"), (1, "s"))
+    unit, name = next((one for one in units if seconds >= 2 * one[0]), units[-1])
+    return f"{seconds / unit:.{0 if seconds >= 10 * unit else 1}f} {name}"

@@ -5,12 +5,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import Field, NonNegativeInt
+from pydantic import Field, NonNegativeInt, field_validator
 
 from l2lopt import config as configs
 from l2lopt import experiments
 from l2lopt.config import TrainConfig
-from l2lopt.pieces import kept, make_all, slug, spread, work_of
+from l2lopt.pieces import apart, kept, make_all, slug, spread, work_of
 from l2lopt.records import write_json, write_text
 from l2lopt.settings import Settings
 from l2lopt.types import Report
@@ -37,6 +37,8 @@ class LabellingStudy(Settings):
     """Of every network."""
     labellers: list[Labeller] = Field(min_length=1)
     """See `Labeller`."""
+
+    _apart = field_validator("labellers")(apart)
 
 
 class _Piece(NamedTuple):

@@ -7,19 +7,19 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
 from l2lopt import config as configs
 from l2lopt import experiments
 from l2lopt.config import TrainConfig
 from l2lopt.errors import UserError, did_you_mean
-from l2lopt.pieces import kept, make_all, slug, spread, work_of
+from l2lopt.pieces import apart, kept, make_all, slug, spread, work_of
 from l2lopt.records import write_json, write_text
 from l2lopt.settings import Settings
 from l2lopt.types import Report
 from optimisees.language_model import Counts, LanguageModel
 from optimisees.n_grams import KneserNey
-from optimisees.text import EOS, Corpus
+from optimisees.text import EOS
 
 
 class Run(Settings):
@@ -49,6 +49,8 @@ class LanguageStudy(Settings):
     runs: list[Run] = Field(min_length=1)
     """See `Run`."""
 
+    _apart = field_validator("runs")(apart)
+
 
 class _Piece(NamedTuple):
     """A run of one seed: its config and its folder."""
@@ -76,6 +78,7 @@ def reproduce(
     """
     labels = [run.label for run in study.runs]
     runs: dict[str, dict[int, _Piece]] = {}
+    models: list[LanguageModel] = []
     for run in study.runs:
         if run.versus is not None and run.versus not in labels:
             remedy = did_you_mean(run.versus, labels)
@@ -91,11 +94,17 @@ def reproduce(
             )
             for seed in (study.seeds if run.seeds is None else run.seeds)
         }
-        texts = _model(next(iter(runs[run.label].values())).config).texts
+        model = _model(next(iter(runs[run.label].values())).config)
+        models.append(model)
+        if model.fingerprint() != models[0].fingerprint() or model.evaluation_tokens != models[0].evaluation_tokens:
+            remedy = "make studies of their own"
+            raise UserError(
+                f"{source}: {run.label}", expected="the texts of the first run", found="others", remedy=remedy
+            )
     rounds = zip_longest(*(own.values() for own in runs.values()))
     make_all(_make, [piece for one in rounds for piece in one if piece is not None], jobs, report)
     found = {label: {seed: _make(piece, report) for seed, piece in own.items()} for label, own in runs.items()}
-    n_grams = {order: _n_gram(texts, order) for order in study.n_grams}
+    n_grams = {order: _n_gram(models[0], order) for order in study.n_grams}
     paths = [Path(folder) / "table.md", Path(folder) / "table.json"]
     write_text(paths[0], _table(study, found, n_grams))
     facts = {label: {str(seed): piece._asdict() for seed, piece in own.items()} for label, own in found.items()}
@@ -130,11 +139,12 @@ def _read(facts: Mapping[str, Any] | None) -> _Found | None:
         return None
 
 
-def _n_gram(texts: Corpus, order: int) -> dict[str, float]:
-    """Its perplexities."""
-    vocabulary = texts.vocabulary.tokens
-    model = KneserNey(texts.train.numpy(), len(vocabulary), vocabulary.index(EOS), order)
-    return {name: model.perplexity(getattr(texts, name).numpy()) for name in ("valid", "test")}
+def _n_gram(beside: LanguageModel, order: int) -> dict[str, float]:
+    """Its perplexities, on as much of the texts as the language models read."""
+    texts, tokens = beside.texts, beside.texts.vocabulary.tokens
+    model = KneserNey(texts.train.numpy(), len(tokens), tokens.index(EOS), order)
+    read = {"valid": texts.valid[: beside.evaluation_tokens], "test": texts.test[: beside.evaluation_tokens]}
+    return {name: model.perplexity(text.numpy()) for name, text in read.items()}
 
 
 def _table(
@@ -166,6 +176,8 @@ def _against(label: str, own: Mapping[int, _Found], other: Mapping[int, _Found])
     differences = [own[seed].test - other[seed].test for seed in own if seed in other]
     if not differences:
         return ""
+    if not all(map(math.isfinite, differences)):
+        return f"diverged, it or {label}"
     worse = fmean(differences) > 0
     sizes = differences if worse else [-difference for difference in differences]
     return f"{'**worse**' if worse else 'better'} than {label} by {spread(sizes, 1)}"

@@ -273,11 +273,26 @@ def meta_train(
         if value < result.score:
             result.score, result.update, result.phi = value, update, _copy(optimiser.phi())
 
+    def due(update: int) -> bool:
+        """Whether there is a validation after an update."""
+        return update % settings.validate_every == 0 or update == settings.updates
+
+    def keep(update: int) -> None:
+        """The place, on rank 0; all ranks must come here."""
+        place = _place(update, begun, slots, runs, result, optimiser, meta_optimiser)
+        place[0]["validated"] = update in result.scores or not due(update)
+        if distributed.rank() == 0:
+            checkpoint.save(*place)
+
     kept = checkpoint.load()
     if kept:
         first, begun, slots, runs = _take_up(kept, result, optimiser, meta_optimiser, begin)
     else:
         validate(0)
+        keep(0)
+    if due(first - 1) and first - 1 not in result.scores:  # killed while it was validated
+        validate(first - 1)
+        keep(first - 1)
     for update in range(first, settings.updates + 1):
         current: list[_Slot] = []
         for slot in slots:
@@ -294,12 +309,13 @@ def meta_train(
         figures |= {"skipped": float(result.skipped), "score": result.score}
         records.write("meta-train", update, figures)
         report("meta-train", update, settings.updates, figures)
-        if update % settings.validate_every == 0 or update == settings.updates:
+        kept_now = update % settings.checkpoint_every == 0 or update == settings.updates
+        if kept_now:
+            keep(update)
+        if due(update):
             validate(update)
-        if update % settings.checkpoint_every == 0 or update == settings.updates:
-            place = _place(update, begun, slots, runs, result, optimiser, meta_optimiser)
-            if distributed.rank() == 0:
-                checkpoint.save(*place)
+            if kept_now:
+                keep(update)
     with torch.no_grad():
         for name, value in optimiser.phi().items():
             value.copy_(result.phi[name])

@@ -10,14 +10,14 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 from torch import Tensor
 
 from l2lopt import config as configs
 from l2lopt import experiments, plotting
 from l2lopt.config import TrainConfig
 from l2lopt.errors import UserError
-from l2lopt.pieces import kept, make_all, slug, spread, work_of
+from l2lopt.pieces import apart, kept, make_all, slug, spread, work_of
 from l2lopt.records import write_json, write_text
 from l2lopt.settings import Settings
 from l2lopt.threads import cpu_threads
@@ -51,6 +51,8 @@ class MetricStudy(Settings):
     """The k of recall@k and of the nearest neighbours' vote."""
     band: NonNegativeInt = 12
     """Of the time warping of raw signals, in steps."""
+
+    _apart = field_validator("encoders")(apart)
 
 
 Kind = Literal["trained", "untrained", "Euclidean", "time warping"]

@@ -3,17 +3,26 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
+from l2lopt.errors import UserError
 from l2lopt.types import Report, silent
 
 P = TypeVar("P")
+
+
+class _Labelled(Protocol):
+    label: str
+
+
+L = TypeVar("L", bound=_Labelled)
 
 
 def make_all(make: Callable[[P, Report], object], pieces: Sequence[P], jobs: int, report: Report) -> None:
@@ -22,21 +31,30 @@ def make_all(make: Callable[[P, Report], object], pieces: Sequence[P], jobs: int
     Args:
         make: (piece, report of its progress); with several jobs it is sent to other processes, with the piece.
         pieces: in this order.
-        jobs: made at the same time.
+        jobs: made at the same time. Where one fails the others are ended; what they have left stands.
         report: progress: that of each piece, or with several jobs the number of pieces done.
+
+    Raises:
+        UserError: where a process was killed.
     """
     if jobs == 1:
         for piece in pieces:
             make(piece, report)
         return
+    report("study", 0, len(pieces), {})
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         waiting: list[Future[None]] = [pool.submit(_leave, make, piece) for piece in pieces]
         try:
             for done, future in enumerate(as_completed(waiting), 1):
                 future.result()
                 report("study", done, len(pieces), {})
-        except BaseException:
+        except BaseException as error:
+            for process in list((pool._processes or {}).values()):  # before 3.14 there is no public way
+                process.terminate()
             pool.shutdown(wait=False, cancel_futures=True)
+            if isinstance(error, BrokenProcessPool):
+                expected, found = "every process to live", "one that was killed, for want of memory perhaps"
+                raise UserError("jobs", expected=expected, found=found, remedy="lower --jobs, and go on") from None
             raise
 
 
@@ -63,6 +81,15 @@ def spread(values: Sequence[float], digits: int) -> str:
     """Their mean, and of several the lowest and the highest in brackets, for a table."""
     brackets = f" ({min(values):.{digits}f}–{max(values):.{digits}f})" if len(values) > 1 else ""
     return f"{fmean(values):.{digits}f}{brackets}"
+
+
+def apart(rows: list[L]) -> list[L]:
+    """The rows of a study, whose labels must lead to different folders: a validator for pydantic."""
+    folders = [slug(row.label) for row in rows]
+    for row, folder in zip(rows, folders, strict=True):
+        if folders.count(folder) > 1:
+            raise ValueError(f"labels that lead to different folders, not two times {row.label!r}")
+    return rows
 
 
 def slug(label: str) -> str:

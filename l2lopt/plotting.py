@@ -54,7 +54,7 @@ def read(path: Path) -> dict[tuple[str, str, str], Band]:
     """
     existing(path, "an evaluation", "run l2lopt evaluate first")
     losses: dict[tuple[str, str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    with path.open(newline="", encoding="utf-8") as file:
+    with path.open(newline="", encoding="utf-8", errors="replace") as file:
         lines = csv.DictReader(file)
         if tuple(lines.fieldnames or ()) != COLUMNS:
             found = ",".join(lines.fieldnames or ()) or "an empty file"
@@ -62,12 +62,16 @@ def read(path: Path) -> dict[tuple[str, str, str], Band]:
         for number, line in enumerate(lines, start=2):
             try:
                 key = line["optimiser"], line["kind"], line["split"]
+                if key[2] not in ("train", "test"):
+                    raise ValueError
                 losses[key][int(line["step"])].append(float(line["loss"]))
             except (TypeError, ValueError):
                 found = ",".join(str(value) for value in line.values())
                 raise UserError(
                     f"{path}, line {number}", expected="a loss", found=found, remedy="evaluate again"
                 ) from None
+    if not losses:
+        raise UserError(str(path), expected="losses", found="none", remedy="evaluate again")
     return {key: _band(by_step) for key, by_step in losses.items()}
 
 
@@ -81,7 +85,7 @@ def read_training(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """
     existing(path, "a training's records", "run l2lopt train first")
     found: dict[str, list[tuple[int, float]]] = {"train": []}
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, text in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
         try:
             line = json.loads(text)
             loss = math.nan if line["loss"] is None else float(line["loss"])

@@ -31,14 +31,15 @@ class Records:
     Args:
         folder: the run's.
         after: the last step that stands; what an interrupted run has recorded beyond it is dropped.
+        pending: a stage of that step that does not stand yet.
     """
 
-    def __init__(self, folder: Path, after: int = -1) -> None:
+    def __init__(self, folder: Path, after: int = -1, pending: str | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter  # half a second that only a run needs
 
         path = folder / "metrics.jsonl"
         if path.exists():
-            write_text(path, "".join(_standing(path, after)))
+            write_text(path, "".join(_standing(path, after, pending)))
         self._lines = path.open("a", encoding="utf-8")
         self._board = SummaryWriter(str(folder), max_queue=1000, purge_step=after + 1)
 
@@ -125,11 +126,12 @@ def existing(path: Path, what: str, remedy: str) -> Path:
     return path
 
 
-def _standing(path: Path, after: int) -> Iterator[str]:
-    """The lines up to step `after`; a kill may have cut the last one short."""
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+def _standing(path: Path, after: int, pending: str | None) -> Iterator[str]:
+    """The lines up to step `after`, there without those of `pending`; a kill may have cut the last one short."""
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
         try:
-            if json.loads(line)["step"] <= after:
+            facts = json.loads(line)
+            if facts["step"] <= after and (facts["stage"], facts["step"]) != (pending, after):
                 yield line
         except ValueError:
             return

@@ -3,16 +3,16 @@
 import hashlib
 import json
 import logging
-import shutil
+import os
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
-from pydantic import Field, NonNegativeInt, ValidationError
+from pydantic import Field, NonNegativeInt, ValidationError, field_validator
 from torch import Tensor
 
 from l2lopt import config as configs
@@ -27,6 +27,7 @@ from l2lopt import (
     metric_studies,
     optimisers,
     plotting,
+    store,
     tables,
     weights,
 )
@@ -37,12 +38,13 @@ from l2lopt.labelling_studies import LabellingStudy
 from l2lopt.language_studies import LanguageStudy
 from l2lopt.metric_studies import MetricStudy
 from l2lopt.optimisers import Optimiser
-from l2lopt.pieces import make_all, slug, work_of
+from l2lopt.pieces import apart, make_all, slug, work_of
 from l2lopt.records import existing, write_json, write_text
 from l2lopt.settings import Settings
 from l2lopt.tables import Choice
 from l2lopt.threads import cpu_threads
 from l2lopt.types import Report, silent
+from optimisees import OPTIMISEES
 
 
 class Problem(Settings):
@@ -79,6 +81,8 @@ class Study(Settings):
     """See `Problem`."""
     optimisers: list[Contender] = Field(min_length=1)
     """See `Contender`."""
+
+    _apart = field_validator("problems", "optimisers")(apart)
 
 
 class _Work(NamedTuple):
@@ -143,8 +147,8 @@ def reproduce(
 
     Each piece leaves its files as soon as it is done, a meta-training its checkpoints, an evaluation every group of
     `evaluation.rows` runs: a study that was stopped goes on where it stood. A run whose evaluation has changed since is
-    made anew; a changed recipe is refused. How long all will take is logged first. Where `torchrun` has started several
-    processes they share out meta-batches and evaluations.
+    made anew; a changed recipe is refused. Where optimisers are compared it is logged first how long all will take, and
+    processes that `torchrun` has started share out meta-batches and evaluations; other studies refuse them.
 
     Args:
         source: the study's TOML file, or the name of a shipped study; with `runs` in it, it is one of language models,
@@ -162,6 +166,8 @@ def reproduce(
         UserError: for a mistake in the study or one of its configs.
     """
     study = load(source)
+    if not isinstance(study, Study):
+        distributed.alone("reproduce")
     if isinstance(study, LanguageStudy):
         return language_studies.reproduce(study, found(source), folder, changes=changes, jobs=jobs, report=report)
     if isinstance(study, MetricStudy):
@@ -171,11 +177,22 @@ def reproduce(
     with distributed.together():
         place = _Place(str(found(source)), str(folder), tuple(changes))
         pieces = list(_pieces(study, place))
+        _check_names(study, place)
         _forecast(study, place, pieces, jobs)
         if jobs > 1 and distributed.ranks() > 1:
             raise UserError("jobs", expected="1 under torchrun", found=str(jobs), remedy="drop --jobs, or torchrun")
         make_all(partial(_make, place), pieces, jobs, report)
         return distributed.on_first(lambda: _summary(study, place))
+
+
+def _check_names(study: Study, place: _Place) -> None:
+    """That no learned optimiser is called as a baseline is."""
+    for problem in range(len(study.problems)):
+        baselines = {one.name for one in _config(study, place, _Work(problem, 0, None)).evaluation.baselines}
+        for contender in study.optimisers:
+            if contender.label in baselines:
+                expected, remedy = "a label that no baseline has", "choose another"
+                raise UserError("study: optimisers", expected=expected, found=repr(contender.label), remedy=remedy)
 
 
 def _summary(study: Study, place: _Place) -> list[Path]:
@@ -236,7 +253,7 @@ def _forecast(study: Study, place: _Place, pieces: Sequence[_Work], jobs: int) -
             stages["baselines"] += costs.baseline_run(config, config.evaluation.baselines[piece.optimiser])
         else:
             if study.optimisers[piece.optimiser].optimiser is None:
-                stages["meta-training"] += costs.meta_training(config)
+                stages["meta-training"] += costs.meta_training(config) * _left(_task(place, piece))
             stages["free runs"] += costs.learned_run(config)
     if missing:
         parts = ", ".join(f"{name} {forecast.said(seconds)}" for name, seconds in stages.items() if seconds)
@@ -244,6 +261,18 @@ def _forecast(study: Study, place: _Place, pieces: Sequence[_Work], jobs: int) -
         total = forecast.said(sum(stages.values()))
         logger = logging.getLogger("l2lopt")
         logger.info("%d of %d pieces to make, about %s in all%s: %s", len(missing), len(pieces), total, shared, parts)
+
+
+def _left(task: "_Task") -> float:
+    """The share of a meta-training that is still to be made."""
+    folder = task.path.parent
+    if (folder / "optimiser.safetensors").exists():
+        return 0.0
+    try:
+        kept, _ = store.read(folder / "checkpoint.safetensors", "l2lopt.checkpoint", "a checkpoint", "")
+        return 1 - int(kept["facts"]["update"]) / task.config.meta.updates
+    except UserError:  # none yet, or one that will be refused
+        return 1.0
 
 
 def _seeds(study: Study, index: int) -> list[int]:
@@ -260,11 +289,19 @@ def _given(contender: Contender) -> Optimiser | None:
 
 
 class _Task(NamedTuple):
-    """A piece as it is made: its config, the file of its free run, and what that file says it came from."""
+    """A piece as it is made.
+
+    Attributes:
+        config: of the piece.
+        path: the file of its free run.
+        work: what that file says it came from.
+        runs: all that a group of its runs depends on, beside seeds, rates and steps.
+    """
 
     config: Config
     path: Path
     work: dict[str, Any]
+    runs: dict[str, Any]
 
 
 def _task(place: _Place, piece: _Work) -> _Task:
@@ -272,24 +309,31 @@ def _task(place: _Place, piece: _Work) -> _Task:
     assert isinstance(study, Study)
     config = _config(study, place, piece)
     home = Path(place.folder) / slug(study.problems[piece.problem].label)
-    work = work_of(
-        seed=study.seed,
-        optimisee=config.optimisee,
-        evaluation=config.evaluation.model_dump(mode="json", exclude={"baselines"}, exclude_none=True),
-    )
+    data = _fingerprint(json.dumps(config.optimisee, sort_keys=True), os.environ.get("L2LOPT_DATA"))
+    runs = work_of(optimisee=config.optimisee, **data)
+    asked = config.evaluation.model_dump(mode="json", exclude={"baselines"}, exclude_none=True)
+    work: dict[str, Any] = {"seed": study.seed, "evaluation": asked}
     if piece.meta_seed is None:
-        baseline = config.evaluation.baselines[piece.optimiser]
-        return _Task(
-            config, home / f"{slug(baseline.name)}.json", work | {"baseline": baseline.model_dump(mode="json")}
-        )
+        baseline = config.evaluation.baselines[piece.optimiser].model_dump(mode="json")
+        path = home / f"{slug(config.evaluation.baselines[piece.optimiser].name)}.json"
+        kind = {key: baseline[key] for key in ("optimiser", "schedule")}
+        return _Task(config, path, runs | work | {"baseline": baseline}, runs | kind)
     contender = study.optimisers[piece.optimiser]
     folder, given = home / f"{slug(contender.label)}-{piece.meta_seed}", _given(contender)
     if given is None:
         work["recipe"] = config.model_dump(mode="json", exclude={"evaluation", "label"})
-        work["weights"] = _digest(folder / "optimiser.safetensors")
+        runs["weights"] = _digest(folder / "optimiser.safetensors")
     else:
-        work["rule"] = weights.digest(given)
-    return _Task(config, folder / "free-run.json", work)
+        runs["rule"] = weights.digest(given)
+    return _Task(config, folder / "free-run.json", runs | work, runs)
+
+
+@cache
+def _fingerprint(optimisee: str, _: str | None) -> dict[str, str]:
+    """Of an optimisee's data, by its choice as JSON and the root of the data sets."""
+    choice: Choice = json.loads(optimisee)
+    found: dict[str, str] = tables.build(OPTIMISEES, "optimisee", choice).fingerprint()
+    return found
 
 
 def _read(place: _Place, piece: _Work) -> FreeRun | None:
@@ -310,13 +354,13 @@ def _make(place: _Place, piece: _Work, report: Report = silent) -> None:
     """Leaves the piece's free run, if it is not there, and before it a learned optimiser."""
     if distributed.on_first(lambda: _read(place, piece) is not None):
         return
-    study, (config, path, work) = load(place.source), _task(place, piece)
+    study, (config, path, work, runs) = load(place.source), _task(place, piece)
     assert isinstance(study, Study)
     given = None if piece.meta_seed is None else _given(study.optimisers[piece.optimiser])
     if piece.meta_seed is not None and given is None:
         experiments.meta_train(config, path.parent, resume=True, report=report)
-        work["weights"] = _digest(path.parent / "optimiser.safetensors")
-    keep, settings = _Groups(path, work), config.evaluation
+        runs["weights"] = work["weights"] = _digest(path.parent / "optimiser.safetensors")
+    keep, settings = _Groups(path, runs), config.evaluation
     with cpu_threads(config.threads):
         optimisee = configs.build(config).optimisee
         if piece.meta_seed is None:
@@ -325,7 +369,7 @@ def _make(place: _Place, piece: _Work, report: Report = silent) -> None:
         else:
             rule = given or weights.load(path.parent / "optimiser.safetensors")
             run = evaluation.learned_run(
-                kernels.fast(rule.to(configs.device(config.device)), config.backend),
+                kernels.fast(configs.fitting(rule, [optimisee]).to(configs.device(config.device)), config.backend),
                 optimisee,
                 settings,
                 seed=study.seed,
@@ -337,16 +381,15 @@ def _make(place: _Place, piece: _Work, report: Report = silent) -> None:
 
 
 def _leave(path: Path, work: Mapping[str, Any], run: FreeRun) -> None:
-    """Writes a free run down; its groups are not needed any more."""
+    """Writes a free run down; its groups stay, for more networks or another grid to be made of."""
     losses = {split: {str(step): row.tolist() for step, row in steps.items()} for split, steps in run.losses.items()}
     chosen = {str(horizon): tuned._asdict() for horizon, tuned in run.chosen.items()}
-    facts = {"kind": run.kind, "seconds": run.seconds, "warnings": run.warnings, "chosen": chosen, "losses": losses}
-    write_json(path, {"work": work, **facts})
-    shutil.rmtree(path.with_suffix(""), ignore_errors=True)
+    facts = {"kind": run.kind, "seconds": run.seconds, "warnings": run.warnings, "chosen": chosen}
+    write_json(path, {"work": work, **facts, "first": run.first.tolist(), "losses": losses})
 
 
 class _Groups:
-    """Keeps the groups of a piece that is not done, in a folder beside its file; see `evaluation.Keep`."""
+    """Keeps the groups of a piece, in a folder beside its file; see `evaluation.Keep`."""
 
     def __init__(self, path: Path, work: Mapping[str, Any]) -> None:
         self.folder, self.work = path.with_suffix(""), work
@@ -358,12 +401,13 @@ class _Groups:
             kept = json.loads(path.read_text(encoding="utf-8"))
             if kept["work"] == text:
                 losses = {split: _tensor(rows) for split, rows in kept["losses"].items()}
-                return Curves(kept["steps"], losses, kept["seconds"])
+                return Curves(kept["steps"], losses, _tensor(kept["first"]), kept["seconds"])
         except (OSError, ValueError, KeyError, TypeError):  # absent or damaged: made anew
             pass
         curves = make()
         rows = {split: losses.tolist() for split, losses in curves.losses.items()}
-        write_json(path, {"work": text, "steps": curves.steps, "losses": rows, "seconds": curves.seconds})
+        facts = {"steps": curves.steps, "losses": rows, "first": curves.first.tolist(), "seconds": curves.seconds}
+        write_json(path, {"work": text, **facts})
         return curves
 
 
@@ -386,7 +430,7 @@ def _kept(path: Path, work: Mapping[str, Any]) -> FreeRun | None:
             split: {int(step): _tensor(row) for step, row in steps.items()} for split, steps in facts["losses"].items()
         }
         chosen = {int(horizon): Tuned(**tuned) for horizon, tuned in facts["chosen"].items()}
-        return FreeRun(facts["kind"], losses, facts["seconds"], chosen, facts["warnings"])
+        return FreeRun(facts["kind"], losses, _tensor(facts["first"]), facts["seconds"], chosen, facts["warnings"])
     except (OSError, ValueError, KeyError, TypeError):  # absent or damaged: made anew
         return None
 
@@ -411,7 +455,8 @@ def _compared(study: Study, place: _Place, problem: int) -> "_Compared":
             }
             for split in SPLITS
         }
-        runs[contender.label] = FreeRun("learned", losses, fmean(run.seconds for run in own))
+        first = torch.stack([run.first for run in own]).mean(0)
+        runs[contender.label] = FreeRun("learned", losses, first, fmean(run.seconds for run in own))
         spread[contender.label] = own
     config = _config(study, place, _Work(problem, 0, None))
     for index, baseline in enumerate(config.evaluation.baselines):
@@ -449,7 +494,12 @@ def _table(label: str, compared: _Compared) -> str:
                 cell += f" ({min(seeds):.3g}–{max(seeds):.3g})" if len(seeds) > 1 else ""
             cells.append(cell)
         text.append(f"| {optimiser} | {' | '.join(cells)} |")
-    return "\n".join(text)
+    told = [*compared.result.warnings]
+    for row in compared.result.table:
+        if row.diverged:
+            place = f"at step {row.horizon:,} on the {row.split} set"
+            told.append(f"{row.optimiser}: {row.diverged} runs above their first loss {place}")
+    return "\n".join([*text, *([""] if told else []), *(f"- {line}" for line in told)])
 
 
 def _facts(compared: _Compared) -> dict[str, Any]:

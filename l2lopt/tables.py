@@ -37,7 +37,7 @@ def make(table: Table, kind: str, name: str, /, **options: Any) -> Any:
 def build(table: Table, kind: str, choice: Choice, /, **extra: Any) -> Any:
     """`make` for a choice: a name, or a mapping of `name` and options; `extra` options are the caller's alone."""
     if isinstance(choice, str):
-        return make(table, kind, choice, **extra)
+        return make(table, kind, choice, **_taken(table, kind, choice, extra))
     options = dict(choice)
     name = options.pop("name", None)
     if not isinstance(name, str):
@@ -47,7 +47,16 @@ def build(table: Table, kind: str, choice: Choice, /, **extra: Any) -> Any:
         raise UserError(
             f"{kind} {name!r}", expected=f"no {option} here", found=option, remedy="drop the key: it is set for you"
         )
-    return make(table, kind, name, **options, **extra)
+    return make(table, kind, name, **options, **_taken(table, kind, name, extra))
+
+
+def _taken(table: Table, kind: str, name: str, extra: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The caller's own options, which an entry must have in its signature."""
+    for option in extra if name in table else ():
+        if option not in _options_model(table[name]).model_fields:
+            remedy = f"add {option} to the arguments of {getattr(table[name], '__name__', name)}"
+            raise UserError(f"{kind} {name!r}", expected=f"an option {option!r}", found="none", remedy=remedy)
+    return extra
 
 
 def explain(where: str, error: ValidationError, known: Mapping[str, Any], data: Any) -> UserError:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from itertools import chain, product
+from numbers import Real
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,12 +21,19 @@ from l2lopt.flat_vectors import FlatVector, computes_in, names_of, vectors_of
 from l2lopt.optimisers import Optimiser
 from l2lopt.optimisers.inputs import Loss
 from l2lopt.torch_state import restore
+from l2lopt.types import Layout
 
 Weights: TypeAlias = str | Path | Mapping[str, Any] | Optimiser
 """A name in `list_weights()`, a file that `l2lopt meta-train` has left, a choice such as {"name": "adam", "lr": 0.001},
 or an optimiser."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 STATE_DTYPES = ("float32", "bfloat16")
+_REFUSED = {
+    "capturable": "capture the model alone: the rules read the step count on the host",
+    "maximize": "take the loss with its sign turned: learned rules go downhill",
+    "differentiable": "use higher.innerloop_ctx",
+}
+"""Options of `torch.optim`'s groups that would change what a step does → what to do instead."""
 DIVERGED = 10.0
 """A loss above this many times the first one told has diverged."""
 
@@ -109,6 +117,8 @@ class LearnedOptimizer(torch.optim.Optimizer):
                     expected, found = f"the state of {key} {group[key]}", f"that of {key} {saved.get(key)}"
                     remedy = "make the optimiser with the rules it was saved with, or begin without its state"
                     raise UserError("load_state_dict", expected=expected, found=found, remedy=remedy)
+            for name, param in zip(names_of(group), group["params"], strict=False):
+                self._check_state(name, param, group, state["state"].get(param, {}))
         super().__setstate__(state)
         for group, (key, value) in product(self.param_groups, self.defaults.items()):
             group.setdefault(key, value)  # where an older release knew an option less
@@ -156,7 +166,8 @@ class LearnedOptimizer(torch.optim.Optimizer):
             if loss is not None and told is not None:
                 self._watch(told)
             for index, group in enumerate(self.param_groups):
-                for vector in vectors_of(group, self.state, self._flat.setdefault(index, {})):
+                others = chain.from_iterable(one["params"] for one in self.param_groups if one is not group)
+                for vector in vectors_of(group, self.state, self._flat.setdefault(index, {}), others):
                     self._move(vector, group, told)
         return value
 
@@ -172,6 +183,10 @@ class LearnedOptimizer(torch.optim.Optimizer):
         """The hash of a rule, which is at hand under it from now on."""
         if isinstance(weights, str) and weights in self._rules:  # a copy of a group
             return weights
+        if not isinstance(weights, Optimiser | Mapping | str | Path):
+            expected = "a name, a file, a choice or an optimiser"  # type: ignore[unreachable]
+            remedy = f"use {files.list_weights()[0]!r}, for instance"
+            raise UserError("LearnedOptimizer: weights", expected=expected, found=repr(weights), remedy=remedy)
         if isinstance(weights, Optimiser):
             rule = deepcopy(weights)
         else:
@@ -189,8 +204,23 @@ class LearnedOptimizer(torch.optim.Optimizer):
                 found, remedy = type(fallback).__name__, f"choose one of {', '.join(optimisers.HANDMADE)}"
                 raise UserError("fallback", expected="a hand-made optimiser", found=found, remedy=remedy)
             return self._known(fallback)
+        if not isinstance(fallback, Mapping | str):
+            expected = "a name, a choice or a hand-made optimiser"  # type: ignore[unreachable]
+            remedy = 'use "adam", for instance'
+            raise UserError("LearnedOptimizer: fallback", expected=expected, found=repr(fallback), remedy=remedy)
         choice = {"name": fallback, "lr": 1e-3} if isinstance(fallback, str) else dict(fallback)
         return self._known(optimisers.build(choice, optimisers.HANDMADE))
+
+    def _check_state(self, name: str, param: Tensor, group: Mapping[str, Any], table: Mapping[str, Any]) -> None:
+        """Refuses a parameter's state that its group's rules have not left."""
+        for prefix, mark in (("", group["weights"]), ("fallback.", group["fallback"])):
+            keys = self._rules[mark].init(Layout.of({name: torch.empty(1)})).coordinates if mark else ()
+            shapes = {key: tuple(table[prefix + key].shape) for key in keys if prefix + key in table}
+            fit = all(shape[len(shape) - param.dim() :] == param.shape for shape in shapes.values())
+            if shapes and not (fit and len(shapes) == len(keys)):
+                expected, found = f"{', '.join(keys)} [..., *{list(param.shape)}]", str(shapes)
+                remedy = "give it the state of this model"
+                raise UserError(f"load_state_dict: {name}", expected=expected, found=found, remedy=remedy)
 
     def _forget(self) -> None:
         """Drops what can be made again from `state` and the rules."""
@@ -212,6 +242,10 @@ class LearnedOptimizer(torch.optim.Optimizer):
                 raise UserError("input 'loss'", expected=expected, found="none", remedy=remedy)
             return torch.zeros(()) if looking else None
         told = torch.as_tensor(loss).detach()
+        if told.numel() != 1:
+            found, remedy = str(list(told.shape)), "tell their mean"
+            raise UserError("step: loss", expected="one number", found=found, remedy=remedy)
+        told = told.reshape(())
         if not looking and all(group["fallback"] is None for group in self.param_groups):
             return told
         return sharding.mean(told, chain.from_iterable(group["params"] for group in self.param_groups))
@@ -235,7 +269,8 @@ class LearnedOptimizer(torch.optim.Optimizer):
             update = update.clamp(-group["max_update"], group["max_update"])
         if group["weight_decay"]:
             update = update - group["weight_decay"] * theta
-        vector.scatter(theta.add_(group["lr"] * update))
+        lr = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else group["lr"]
+        vector.scatter(theta.add_(lr * update))
 
     def _watch(self, loss: Tensor) -> None:
         """Goes over to the fallback where the loss has diverged."""
@@ -269,15 +304,19 @@ def _check(group: Mapping[str, Any]) -> None:
     if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
         found, remedy = str(list(group["lr"].shape)), "make a group for each rate"
         raise UserError("LearnedOptimizer: lr", expected="one number", found=found, remedy=remedy)
+    for name in ("lr", "weight_decay", "max_update"):
+        if not isinstance(group[name], Real | Tensor) and not (name == "max_update" and group[name] is None):
+            found = repr(group[name])
+            raise UserError(f"LearnedOptimizer: {name}", expected="a number", found=found, remedy="change the value")
     at_least_0("LearnedOptimizer", lr=group["lr"], weight_decay=group["weight_decay"])
     if group["max_update"] is not None:
         above_0("LearnedOptimizer", max_update=group["max_update"])
     if group["state_dtype"] not in STATE_DTYPES:
         found, remedy = repr(group["state_dtype"]), did_you_mean(str(group["state_dtype"]), STATE_DTYPES)
         raise UserError("LearnedOptimizer: state_dtype", expected="a known name", found=found, remedy=remedy)
-    if group["capturable"]:
-        remedy = "capture the model alone: the rules read the step count on the host"
-        raise UserError("LearnedOptimizer: capturable", expected="False", found="True", remedy=remedy)
+    for name, remedy in _REFUSED.items():
+        if group.get(name):
+            raise UserError(f"LearnedOptimizer: {name}", expected="False", found="True", remedy=remedy)
 
 
 def _looks_at_the_loss(rule: Optimiser) -> bool:

@@ -54,7 +54,7 @@ class TrainSettings(Settings):
 
     @model_validator(mode="after")
     def _in_time(self) -> "TrainSettings":
-        if self.warm_up > self.steps:
+        if self.epochs is None and self.warm_up > self.steps:
             raise ValueError("a warm_up of at most `steps`")
         return self
 

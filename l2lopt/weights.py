@@ -5,6 +5,7 @@ Those in `trained/` travel with the package and are found by name.
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -20,6 +21,7 @@ from l2lopt.records import existing
 
 VERSION = 1
 """Of the file's layout: the header's one key `l2lopt` holds {"version", "release", "optimiser", "training"} as JSON."""
+_ASIDE = ("training", "description")
 HOME = Path(__file__).with_name("trained")
 """Where the files are that travel with the package."""
 
@@ -42,7 +44,7 @@ def find(weights: str | Path) -> Path:
 
 
 def save(optimiser: Optimiser, path: str | Path, training: Mapping[str, Any] | None = None) -> None:
-    """Writes φ and the optimiser's description to a safetensors file, by rename.
+    """Writes φ, the buffers and the optimiser's description to a safetensors file, by rename.
 
     Args:
         optimiser: built by `optimisers.make`, so that it knows its description.
@@ -61,7 +63,7 @@ def save(optimiser: Optimiser, path: str | Path, training: Mapping[str, Any] | N
         "optimiser": dict(optimiser.description),
         "training": dict(training or {}),
     }
-    store.write(Path(path), "l2lopt", header, optimiser.phi())
+    store.write(Path(path), "l2lopt", header, _numbers(optimiser))
 
 
 def header(path: str | Path) -> dict[str, Any]:
@@ -85,7 +87,7 @@ def load(path: str | Path) -> Optimiser:
     path = find(path)
     read, tensors = _read(path)
     optimiser = optimisers.build(read["optimiser"])
-    wanted = {name: tuple(value.shape) for name, value in optimiser.phi().items()}
+    wanted = {name: tuple(value.shape) for name, value in _numbers(optimiser).items()}
     found = {name: tuple(value.shape) for name, value in tensors.items()}
     if wanted != found:
         odd = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
@@ -98,19 +100,28 @@ def load(path: str | Path) -> Optimiser:
 
 
 def digest(optimiser: Optimiser) -> str:
-    """16 hexadecimal digits of φ and what builds the optimiser: its description, or its options where it has none."""
-    built: Any = optimiser.description
-    if built is None:
-        built = [(name, type(part).__qualname__, _options(part)) for name, part in optimiser.named_modules()]
-    found = hashlib.sha256(json.dumps(built, sort_keys=True, default=str).encode())
-    for name, value in sorted(optimiser.phi().items()):
+    """16 hexadecimal digits of what an optimiser does: its description, φ, buffers and the options of its parts."""
+    built = [(name, type(part).__qualname__, _options(part)) for name, part in optimiser.named_modules()]
+    found = hashlib.sha256(json.dumps([optimiser.description, built], sort_keys=True, default=_written).encode())
+    for name, value in sorted(_numbers(optimiser).items()):
         found.update(f"{name} {value.dtype} {list(value.shape)}".encode())
         found.update(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()[:16]
 
 
+def _numbers(optimiser: Optimiser) -> dict[str, Tensor]:
+    """φ and the buffers."""
+    return {**optimiser.phi(), **dict(optimiser.named_buffers())}
+
+
 def _options(part: nn.Module) -> dict[str, str]:
-    return {key: repr(value) for key, value in vars(part).items() if not key.startswith("_") and key != "training"}
+    own = vars(part).items()
+    return {key: _written(value) for key, value in own if not key.startswith("_") and key not in _ASIDE}
+
+
+def _written(value: Any) -> str:
+    """The same in every process: without addresses."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

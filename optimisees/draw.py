@@ -14,7 +14,7 @@ from l2lopt.optimisee import Optimisee, Split, StepFacts
 from l2lopt.tables import Choice
 from l2lopt.types import Aux, Batch, Params, generator, seed_of, seeded
 from optimisees import images as sources
-from optimisees.datasets import InMemory
+from optimisees.datasets import InMemory, digest
 from optimisees.draw_network import Network, Painting, Shape, Trail
 from optimisees.sampling import Sampling
 
@@ -230,6 +230,10 @@ class Draw(Optimisee):
         with torch.no_grad():
             trail: Trail = functional_call(self.network, params, (z,))
         return trail
+
+    def fingerprint(self) -> dict[str, str]:
+        """Of the images."""
+        return {"samples": digest(self.data)}
 
     def told(self) -> str:
         """The parameters' number."""

@@ -66,16 +66,26 @@ class _File(NamedTuple):
 
 def _listed(folder: Path) -> list[_File]:
     """The images of the class folders in `folder`, by class and name; without any, its own as one class."""
-    files = []
-    labels = sorted(entry.name for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else ()
-    for label in labels or (["."] if folder.is_dir() else ()):
-        for entry in sorted(os.scandir(folder / label), key=lambda entry: entry.name):
-            if entry.name.lower().endswith(_ENDINGS):
-                stat = entry.stat()
-                files.append(_File(f"{label}/{entry.name}", label, stat.st_size, stat.st_mtime_ns))
+    places = sorted(entry.name for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
+    files = [file for place in places if not place.startswith(".") for file in _within(folder, place)]
+    if not files and folder.is_dir():
+        files = _within(folder, ".")
     if not files:
         expected = f"folders of images ({', '.join(_ENDINGS)}), one for each class, or images"
         raise UserError(str(folder), expected=expected, found="none", remedy="put them there")
+    return files
+
+
+def _within(folder: Path, label: str) -> list[_File]:
+    """The images of a class folder, by name."""
+    files = []
+    for entry in sorted(os.scandir(folder / label), key=lambda entry: entry.name):
+        if entry.name.lower().endswith(_ENDINGS):
+            try:
+                stat = entry.stat()
+            except OSError as error:
+                raise damaged(Path(entry.path), error.strerror or "", "replace or remove it") from None
+            files.append(_File(f"{label}/{entry.name}", label, stat.st_size, stat.st_mtime_ns))
     return files
 
 
@@ -102,7 +112,7 @@ def _decoded(folder: Path, files: tuple[_File, ...], size: int | None) -> Tensor
                 save_file({"images": images}, whole, metadata={"l2lopt.images": fingerprint})
                 whole.replace(place)
             break
-        except OSError:  # a folder that may only be read, or a full disk
+        except (OSError, SafetensorError):  # a folder that may only be read, or a full disk
             continue
     return images
 
@@ -116,13 +126,29 @@ def _cache_places(folder: Path, size: int | None) -> list[Path]:
     return [folder.parent / ".l2lopt-cache" / (name + ending), own / "l2lopt" / f"{name}-{key}{ending}"]
 
 
+def _in_eight_bits(image: Image.Image) -> Image.Image:
+    """An image whose grey values Pillow would clip at 255, of 16 bits, as one of 8; others as they are.
+
+    Raises:
+        ValueError: for grey values without a known range.
+    """
+    if image.mode.startswith("I;16"):
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        values = np.asarray(image)
+        if image.mode == "F" or values.min() < 0 or values.max() > 65_535:
+            raise ValueError(f"grey values of Pillow's mode {image.mode}, whose range is not known")
+        return Image.fromarray((values >> 8).astype(np.uint8))
+    return image
+
+
 def _decode(folder: Path, files: Sequence[_File], size: int | None) -> Tensor:
     """Every image, some at the same time."""
 
     def decode(file: _File) -> np.ndarray:
         try:
             with Image.open(folder / file.name) as image:
-                colours = image.convert("RGB")
+                colours = _in_eight_bits(image).convert("RGB")
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             raise damaged(folder / file.name, str(error), "replace or remove it") from None
         return np.asarray(ImageOps.fit(colours, (size, size)) if size else colours)

@@ -1,7 +1,15 @@
 """What a model sees of images in uint8: normalised, and changed at random in training."""
 
+import platform
+
 import torch
 from torch import Tensor, nn
+
+
+def emulates_bfloat16() -> bool:
+    """Whether this processor is of a kind that computes in bfloat16, but does not itself."""
+    supported = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    return platform.machine() in ("x86_64", "AMD64") and not supported()
 
 
 class Normalised(nn.Module):

@@ -45,7 +45,7 @@ def load(
         if size is not None:
             remedy = "leave size out, or give the path of a folder of images"
             raise UserError("size", expected=f"none with {dataset}", found=str(size), remedy=remedy)
-        return _SETS[dataset](data_root(data), download)
+        return _SETS[dataset](data_root(data, _HOLDS[dataset], download), download)
     folder = Path(dataset).expanduser()
     if not folder.is_dir():
         expected = f"one of {', '.join(_SETS)}, or a folder of class folders"
@@ -61,8 +61,9 @@ def cifar10(root: Path, download: bool = False) -> InMemory:
     from torchvision.datasets import CIFAR10
     from torchvision.datasets.utils import check_integrity
 
-    paths = [(root / CIFAR10.base_folder / name, md5) for name, md5 in (*CIFAR10.train_list, *CIFAR10.test_list)]
-    expected = f"{root}/cifar10/{{train,test}}/<class>/*.jpg or cifar-10-python.tar.gz unpacked in {root}"
+    listed = [*CIFAR10.train_list, *CIFAR10.test_list, (CIFAR10.meta["filename"], CIFAR10.meta["md5"])]
+    paths = [(root / CIFAR10.base_folder / name, md5) for name, md5 in listed]
+    expected = f"{_HOLDS['cifar10']} in {root}"
     _fetch([path for path, _ in paths], expected, download, lambda: CIFAR10(str(root), download=True))
     for path, md5 in paths:  # before anything is unpickled
         if not check_integrity(path, md5):
@@ -113,6 +114,12 @@ def svhn(root: Path, download: bool = False) -> InMemory:
 
 
 _SETS: dict[str, Callable[[Path, bool], InMemory]] = {"cifar10": cifar10, "mnist": mnist, "svhn": svhn}
+_HOLDS = {
+    "cifar10": "cifar10/{train,test}/<class>/*.jpg, or cifar-10-python.tar.gz unpacked",
+    "mnist": "MNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte",
+    "svhn": "svhn/{train,test}_32x32.mat",
+}
+"""What `_SETS` look for in the folder of the data sets."""
 
 
 def _fetch(paths: Sequence[Path], expected: str, download: bool, fetch: Callable[[], object]) -> None:

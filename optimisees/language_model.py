@@ -126,7 +126,8 @@ class LanguageModel(Optimisee):
         device: str = "cpu",
     ) -> None:
         where = "language-model"
-        above_0(where, layers=layers, batch_size=batch_size, embedding_size=embedding_size, window=window)
+        sizes = {"embedding_size": embedding_size, "hidden_size": hidden_size}
+        above_0(where, layers=layers, batch_size=batch_size, window=window, **sizes)
         if evaluation_tokens is not None and evaluation_tokens < 2:
             where, found = f"{where}: evaluation_tokens", str(evaluation_tokens)
             raise UserError(where, expected="at least 2", found=found, remedy="change the value")
@@ -263,7 +264,7 @@ class LanguageModel(Optimisee):
                 states = _named(after)
                 logits = self._logits(params, output[-1, 0]).double().cpu()
                 if temperature:
-                    chances = (logits / temperature).softmax(0)
+                    chances = ((logits - logits.max()) / temperature).softmax(0)
                     given = torch.multinomial(chances, 1, generator=source)
                 else:
                     given = logits.argmax(0, keepdim=True)

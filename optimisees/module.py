@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from l2lopt.errors import UserError, above_0
 from l2lopt.optimisee import Optimisee, Split
 from l2lopt.types import Aux, Batch, ModuleParts, Params, generator, seed_of, seeded
-from optimisees.datasets import InMemory
+from optimisees.datasets import InMemory, digest
 from optimisees.sampling import Sampling
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -21,9 +21,10 @@ _STOCHASTIC = (nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU, nn.FractionalM
 class ModuleOptimisee(Optimisee):
     """A model made by `factory`, trained to make `criterion(model(inputs), targets)` small.
 
-    Buffers that the model moves in training (batch norm's running statistics) become Aux; a sample's gradient never
-    changes the module itself. Dropout layers are given their masks by the batch, so that the loss stays pure. Models
-    that draw random numbers otherwise, use a dropout layer twice or overwrite a buffer are refused.
+    Buffers that the model moves in training (batch norm's running statistics) become Aux, and so do parameters that
+    require no gradient, which stay as they are; a sample's gradient never changes the module itself. Dropout layers are
+    given their masks by the batch, so that the loss stays pure. Models that draw random numbers otherwise, use a
+    dropout layer twice or overwrite a buffer are refused.
 
     Args:
         factory: makes a freshly initialised model, drawing from PyTorch's global generator.
@@ -68,8 +69,9 @@ class ModuleOptimisee(Optimisee):
     def init(self, seed: int) -> tuple[Params, Aux]:
         """The factory's parameters and buffers under `seed`."""
         module = self._fresh(seed)
-        params = {name: value.detach() for name, value in module.named_parameters()}
-        return params, {name: value.detach() for name, value in module.named_buffers()}
+        params = {name: value.detach() for name, value in module.named_parameters() if value.requires_grad}
+        still = {name: value.detach() for name, value in module.named_parameters() if not value.requires_grad}
+        return params, still | {name: value.detach() for name, value in module.named_buffers()}
 
     def batch(self, split: Split, seed: int, step: int) -> Batch:
         """{"inputs", "targets", "masks"}."""
@@ -83,6 +85,10 @@ class ModuleOptimisee(Optimisee):
             kept = torch.bernoulli(chances, generator=generator(name, split, seed, step))
             masks[name] = kept.to(self._like) / max(1 - p, 1e-12)  # with p = 1 nothing is kept
         return {"inputs": inputs, "targets": targets, "masks": masks}
+
+    def fingerprint(self) -> dict[str, str]:
+        """Of the samples."""
+        return {"samples": digest(self.data)}
 
     def epoch(self, split: Split, seed: int, number: int) -> int:
         """Passes of full batches."""

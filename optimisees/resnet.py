@@ -1,5 +1,6 @@
 """Residual networks for small images (He et al. 2016): ResNet-34 in its CIFAR form, other widths and depths."""
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import Literal
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from l2lopt.errors import UserError, above_0
 from optimisees import image_inputs, images
+from optimisees.datasets import class_count
 from optimisees.module import ModuleOptimisee, accuracy
 
 
@@ -117,7 +119,9 @@ def resnet(
     if height < 2 ** (len(blocks) - 1):
         expected = f"images of at least {2 ** (len(blocks) - 1)} pixels for {len(blocks)} stages"
         raise UserError("resnet: blocks", expected=expected, found=str(height), remedy="take fewer stages")
-    classes = int(pictures.train_targets.max()) + 1
+    classes = class_count(dataset, pictures)
+    if autocast and torch.device(device).type == "cpu" and image_inputs.emulates_bfloat16():
+        logging.getLogger("l2lopt").info("this processor emulates bfloat16: optimisee.autocast=false is faster on it")
     mean, deviation = (part.to(device) for part in image_inputs.statistics(pictures.train_inputs, kind))
 
     def factory() -> nn.Module:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from optimisees import images
-from optimisees.datasets import InMemory, digits
+from optimisees.datasets import InMemory, class_count, digits
 from optimisees.image_inputs import Normalised, statistics
 from optimisees.module import ModuleOptimisee, accuracy
 
@@ -62,7 +62,7 @@ def source(
     samples = images.load(dataset, None, data, download)
     _, channels, height, width = samples.train_inputs.shape
     mean, deviation = (part.to(device) for part in statistics(samples.train_inputs, dtype))
-    classes = int(samples.train_targets.max()) + 1
+    classes = class_count(dataset, samples)
 
     def wrapped(model: nn.Module) -> nn.Module:
         return Normalised(nn.Sequential(nn.Flatten(), model), mean, deviation)

@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 
 import optimisees
-from l2lopt import evaluation, optimisers
+from l2lopt import evaluation, forecast, optimisers
 from l2lopt.errors import UserError
 from l2lopt.evaluation import Baseline, EvaluationSettings, Tuned, half_decades, interval, record_steps, run_free
 from l2lopt.optimisers import SGD, Optimiser
@@ -195,3 +195,26 @@ def test_a_learned_optimiser_runs_on_the_digits():
     result = evaluation.evaluate({"learned": learned}, mlp, settings(baselines=[]))
     assert all(math.isfinite(row.loss) for row in result.rows)
     assert {row.versus for row in result.table} == {""}
+
+
+def test_a_run_that_ends_above_its_first_training_loss_has_diverged():
+    """Before its first step a network with batch norm has a test-mode loss of any size."""
+    steps = {0: torch.tensor([40.0, 40.0]), 5: torch.tensor([3.0, 1.0])}
+    run = evaluation.FreeRun("learned", {"train": steps, "test": steps}, torch.tensor([2.5, 2.5]), 0.0)
+    assert {row.diverged for row in evaluation.compared({"rule": run}, [5]).table} == {1}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.5, "0.5 s"),
+        (9.94, "9.9 s"),
+        (110, "110 s"),
+        (119, "119 s"),
+        (120, "2.0 min"),
+        (6000, "100 min"),
+        (7200, "2.0 h"),
+    ],
+)
+def test_durations_are_said_in_whole_numbers_or_two_digits(seconds, text):
+    assert forecast.said(seconds) == text

@@ -3,10 +3,14 @@
 import csv
 import json
 import math
+import shutil
 import tomllib
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+from killing import killed
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import l2lopt
@@ -153,3 +157,59 @@ def test_progress_is_reported(tmp_path):
     steps = [(done, total) for stage, done, total, _ in seen if stage == "meta-train"]
     assert steps == [(1, 4), (2, 4), (3, 4), (4, 4)]
     assert all("loss" in figures for stage, *_, figures in seen if stage == "meta-train")
+
+
+@pytest.mark.parametrize("estimator", ["taped", "blockwise", "pes"])
+def test_a_problem_in_double_precision_is_meta_trained_and_evaluated(tmp_path, estimator):
+    changes = [*SMALL, "optimisee.dtype=float64", f"unroll.estimator={estimator}"]
+    folder = l2lopt.meta_train(configs.demo(), tmp_path / "run", changes=changes)
+    assert l2lopt.evaluate(folder).table
+
+
+def test_problems_of_several_dtypes_are_refused(tmp_path):
+    changes = [*SMALL, "mixed_with=[{name='quadratic', dtype='float64'}]"]
+    with pytest.raises(UserError, match="optimisees: expected one dtype, found float32, float64"):
+        l2lopt.meta_train(configs.demo(), tmp_path / "run", changes=changes)
+
+
+def test_files_of_others_are_left_alone(tmp_path, run):
+    own = tmp_path / "project"
+    (own / "figures").mkdir(parents=True)
+    (own / "config.toml").write_text("mine")
+    (own / "figures" / "paper.png").write_text("mine")
+    with pytest.raises(UserError, match="expected a new or empty folder, found files that no run has left"):
+        l2lopt.demo(own, changes=SMALL)
+    assert (own / "config.toml").read_text() == "mine"
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    (copy / "figures" / "paper.png").write_text("mine")
+    l2lopt.meta_train(configs.demo(), copy, changes=SMALL, overwrite=True)
+    assert [path.name for path in (copy / "figures").iterdir()] == ["paper.png"]
+
+
+def test_a_folder_that_cannot_be_written_in_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file" / "run", Path("/proc/l2lopt")):
+        with pytest.raises(UserError, match="expected a folder to write in"):
+            l2lopt.meta_train(configs.demo(), place, changes=SMALL)
+
+
+def test_runs_of_one_name_keep_a_line_each(run, tmp_path):
+    for place in ("a", "b", "c"):
+        shutil.copytree(run, tmp_path / place / "lstm")
+    result = l2lopt.evaluate(*(tmp_path / place / "lstm" for place in "abc"))
+    assert len({row.optimiser for row in result.table if row.kind == "learned"}) == 3
+    with pytest.raises(UserError, match="evaluate: expected each run once"):
+        l2lopt.evaluate(*[tmp_path / "a" / "lstm"] * 4)
+
+
+def test_the_curve_of_an_interrupted_training_is_drawn(tmp_path):
+    recipe = {"optimisee": "quadratic", "optimiser": "torch.optim.SGD", "train": {"steps": 40, "evaluate_every": 10}}
+    killed(partial(l2lopt.train, recipe, tmp_path / "run"), 25)
+    assert (tmp_path / "run" / "figures" / "training-curve.png") in l2lopt.plot(tmp_path / "run")
+
+
+def test_training_is_not_for_several_processes(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="train: expected one process, found 2 of torchrun's"):
+        l2lopt.train({"optimisee": "quadratic", "optimiser": "torch.optim.SGD"}, tmp_path / "run")

@@ -4,12 +4,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from killing import kill_ten_times
+from killing import interrupted, kill_ten_times
 from killing import killed as killed_work
 from test_experiments import SMALL
 
 import l2lopt
 from l2lopt import config as configs
+from l2lopt import store
 from l2lopt.checkpoint import CheckpointFile, flat
 from l2lopt.errors import UserError
 
@@ -132,3 +133,16 @@ def test_ten_real_kills(tmp_path):
     sets = [part for change in changes for part in ("--set", change)]
     kill_ten_times(["meta-train", DEMO, *sets], tmp_path / "run", pause=0.3)
     assert files(tmp_path / "run") == files(tmp_path / "whole")
+
+
+def test_a_run_killed_in_a_validation_loses_no_update(tmp_path, monkeypatch):
+    whole = l2lopt.meta_train(DEMO, tmp_path / "whole", changes=LONGER)
+    for moment, update in ((2, 2), (1, 2), (2, 4)):  # the validation after update 2; that again; the one after 4
+        with monkeypatch.context() as patch:
+            interrupted(patch, configs.Experiment, "score", moment)
+            with pytest.raises(KeyboardInterrupt):
+                l2lopt.meta_train(DEMO, tmp_path / "run", changes=LONGER, resume=True)
+        header, _ = store.read(tmp_path / "run" / "checkpoint.safetensors", "l2lopt.checkpoint", "", "")
+        assert header["facts"]["update"] == update
+    l2lopt.meta_train(DEMO, tmp_path / "run", changes=LONGER, resume=True)
+    assert files(tmp_path / "run") == files(whole)

@@ -13,6 +13,7 @@ from killing import interrupted
 from l2lopt import evaluation, studies
 from l2lopt.errors import UserError
 from l2lopt.plotting import read
+from optimisees import digits
 
 from implementations import pictures  # isort: skip
 from test_cli import called, sets  # isort: skip
@@ -67,7 +68,9 @@ def table(folder):
 def test_leaves_a_table_and_a_figure(made):
     lines = (made[1] / "table.md").read_text().splitlines()
     names = ["Small, MLP", "LSTM", "IHC-LSTM", "sgd", "adam"]
-    assert [line.split("|")[1].strip() for line in lines if "---" not in line] == names
+    assert [line.split("|")[1].strip() for line in lines if line.startswith("|") and "---" not in line] == names
+    warnings = json.loads((made[1] / "table.json").read_text())["Small, MLP"]["warnings"]
+    assert [line for line in lines if line.startswith("- ")][: len(warnings)] == [f"- {line}" for line in warnings]
     assert (made[1] / "small-mlp" / "figures" / "loss-curves.png").stat().st_size > 1000
     assert {name for name, _, _ in read(made[1] / "small-mlp" / "evaluation.csv")} == set(names[1:])
 
@@ -226,8 +229,42 @@ def test_a_study_stopped_within_a_piece_loses_one_group(made, tmp_path, monkeypa
     studies.reproduce(source, tmp_path / "run")
     assert len(calls) == 1 + 3  # that rate, and the three networks
     assert table(tmp_path / "run") == table(whole[1].parent)
-    assert not list((tmp_path / "run").rglob("free-run/*"))
-    assert not (tmp_path / "run" / "small-mlp" / "sgd").exists()
+    calls.clear()
+    studies.reproduce(source, tmp_path / "run", changes=["evaluation.seeds=4"])
+    assert len(calls) == 2  # the new network, for the learned optimiser and the one rate that was chosen
+    more = [{"optimiser": "sgd", "rates": [0.01, 0.1, 1e30]}]
+    config["evaluation"] |= {"seeds": 4, "baselines": more}
+    calls.clear()
+    studies.reproduce(written(tmp_path, study, config), tmp_path / "run")
+    assert len(calls) in (1, 1 + 4)  # the new rate's tuning, and its networks if it is the best
+    monkeypatch.setattr(evaluation, "run_free", plain)
+    again = studies.reproduce(written(tmp_path / "again", study, config), tmp_path / "again" / "run")
+    assert table(tmp_path / "run") == table(again[1].parent)
+
+
+def test_other_data_under_the_same_name_is_noticed(tmp_path, monkeypatch):
+    """The images of the folder change between two calls: nothing is taken for theirs."""
+    plain, calls = evaluation.run_free, []
+
+    def counted(*args, **options):
+        calls.append(args)
+        return plain(*args, **options)
+
+    def written_digits(dtype=torch.float32):
+        return digits(dtype)._replace(test_inputs=digits(dtype).test_inputs.flip(0))
+
+    given = {**STUDY["optimisers"][0], "optimiser": {"name": "adam", "lr": 0.01}}
+    source = written(tmp_path, {**STUDY, "meta_seeds": [0], "optimisers": [given]})
+    studies.reproduce(source, tmp_path / "run")
+    first = table(tmp_path / "run")
+    monkeypatch.setattr(evaluation, "run_free", counted)
+    studies.reproduce(source, tmp_path / "run")
+    assert (calls, table(tmp_path / "run")) == ([], first)
+    monkeypatch.setattr("optimisees.sources.digits", written_digits)
+    studies._fingerprint.cache_clear()
+    studies.reproduce(source, tmp_path / "run")
+    assert calls
+    assert table(tmp_path / "run") != first
 
 
 def test_the_time_it_will_take_is_said_first(made, tmp_path, caplog):
@@ -268,7 +305,7 @@ def test_the_papers_figure_by_name(name, tmp_path, monkeypatch, capsys):
     assert (code, err) == (0, "")
     assert out.index("pieces to make") < out.index("meta-train")
     lines = (tmp_path / "runs" / name / "table.md").read_text().splitlines()
-    names = [line.split("|")[1].strip() for line in lines[2:]]
+    names = [line.split("|")[1].strip() for line in lines[2:] if line.startswith("|")]
     assert names == ["LSTM", "IHC-LSTM", "sgd", "momentum", "adam"]
     assert list((tmp_path / "runs" / name).rglob("loss-curves.png"))
 

@@ -142,3 +142,13 @@ def test_did_you_mean_names_a_known_name_or_all(name, known):
 )
 def test_every_registered_implementation_is_tested(registered, tested):
     assert set(registered) <= {label.split()[0].strip(",") for label in tested}
+
+
+def test_an_entry_without_the_callers_option_is_told_of_it():
+    def lonely(size: int = 1) -> int:
+        return size
+
+    with pytest.raises(
+        UserError, match="thing 'lonely': expected an option 'seed', found none; add seed to the arguments"
+    ):
+        tables.build({"lonely": lonely}, "thing", "lonely", seed=1)

@@ -14,6 +14,7 @@ import laws
 import pytest
 import torch
 from implementations import OPTIMISERS, normal, seeded
+from torch import nn
 from torch.optim import lr_scheduler, swa_utils
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -876,3 +877,91 @@ def test_a_bias_moves_by_its_matrixs_fan_in_even_alone():
     before = layer.bias.detach().clone()
     LearnedOptimizer(layer.parameters(), {"name": "normalised-adam", "weight_decay": 0.0}).step()
     laws.assert_close((layer.bias - before).abs(), torch.full((10,), 0.1 / 8), 1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"fallback": "adam"}, {"state_dtype": "bfloat16"}])
+def test_an_empty_group_steps_with_the_others(options):
+    full, empty = nn.Parameter(torch.ones(3)), nn.Parameter(torch.empty(0))
+    optimizer = LearnedOptimizer([{"params": [full]}, {"params": [empty]}], "lstm", **options)
+    full.grad, empty.grad = torch.ones(3), torch.empty(0)
+    optimizer.step()
+    assert full.ne(1).all()
+
+
+def test_a_bias_in_a_group_of_its_own_moves_as_beside_its_matrix():
+    def moved(groups):
+        layer, other = seeded(nn.Linear(30, 4)), seeded(nn.Linear(4, 7))
+        before = layer.bias.detach().clone()
+        optimizer = LearnedOptimizer(groups(layer, other), "lstm")
+        for number, p in enumerate((layer.weight, layer.bias, other.weight, other.bias)):
+            p.grad = torch.linspace(-1, 1, p.numel()).to(p).view_as(p) + number
+        optimizer.step()
+        return layer.bias.detach() - before
+
+    together = moved(lambda a, b: [*a.parameters(), *b.parameters()])
+    apart = moved(lambda a, b: [{"params": [a.weight, b.weight]}, {"params": [a.bias, b.bias]}])
+    torch.testing.assert_close(apart, together)
+
+
+@pytest.mark.parametrize("key", ["maximize", "differentiable", "capturable"])
+def test_a_groups_option_that_would_change_a_step_is_refused(key):
+    with pytest.raises(UserError, match=f"LearnedOptimizer: {key}: expected False, found True"):
+        LearnedOptimizer([{"params": [nn.Parameter(torch.ones(1))], key: True}], {"name": "sgd", "lr": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": None}, "lr: expected a number, found None"),
+        ({"lr": "0.1"}, "lr: expected a number, found '0.1'"),
+        ({"weight_decay": None}, "weight_decay: expected a number, found None"),
+        ({"weights": None}, "weights: expected a name, a file, a choice or an optimiser, found None"),
+        ({"fallback": 3}, "fallback: expected a name, a choice or a hand-made optimiser, found 3"),
+    ],
+)
+def test_an_option_of_the_wrong_kind_is_refused(options, message):
+    with pytest.raises(UserError, match=f"LearnedOptimizer: {message}"):
+        LearnedOptimizer([nn.Parameter(torch.ones(1))], **{"weights": "lstm"} | options)
+
+
+@pytest.mark.parametrize("options", [{"fallback": "adam"}, {}])
+def test_a_loss_of_one_number_is_taken_whatever_its_shape_and_others_are_refused(options):
+    rule = optimisers.make("coordinatewise", inputs=["log-and-sign", "loss"], rule="additive")
+    param = nn.Parameter(torch.ones(2))
+    optimizer = LearnedOptimizer([param], rule, **options)
+    param.grad = torch.ones(2)
+    optimizer.step(loss=torch.ones(1, 1))
+    after = param.detach().clone()
+    with pytest.raises(UserError, match=r"step: loss: expected one number, found \[4\]"):
+        optimizer.step(loss=torch.ones(4))
+    assert param.equal(after)
+
+
+def test_a_rate_of_one_number_is_taken_whatever_its_shape():
+    moved = []
+    for lr in (0.5, torch.tensor(0.5), torch.tensor([[0.5]])):
+        param = nn.Parameter(torch.ones(2))
+        param.grad = torch.ones(2)
+        LearnedOptimizer([param], {"name": "sgd", "lr": 0.1}, lr=lr).step()
+        moved.append(param.detach())
+    assert moved[0].equal(moved[1])
+    assert moved[0].equal(moved[2])
+
+
+@pytest.mark.parametrize("fault", ["another shape", "transposed", "a part missing"])
+def test_the_state_of_another_model_is_refused(fault):
+    def stepped(*shape):
+        param = nn.Parameter(torch.ones(*shape))
+        optimizer = LearnedOptimizer([param], "lstm", fallback="adam")
+        param.grad = torch.ones(*shape)
+        optimizer.step()
+        return optimizer
+
+    shape = {"another shape": (4, 3), "transposed": (5, 3), "a part missing": (3, 5)}[fault]
+    saved, target = stepped(*shape).state_dict(), stepped(3, 5)
+    if fault == "a part missing":
+        del saved["state"][0]["cell.h"]
+    before = deepcopy(target.state_dict())
+    with pytest.raises(UserError, match=r"load_state_dict: p0: expected .*cell\.h, .* \[\.\.\., \*\[3, 5\]\]"):
+        target.load_state_dict(saved)
+    laws.assert_same(target.state_dict()["state"], before["state"])

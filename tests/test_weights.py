@@ -1,6 +1,7 @@
 """Learned optimisers as files."""
 
 import json
+from copy import deepcopy
 
 import pytest
 import torch
@@ -87,3 +88,22 @@ def test_an_optimiser_without_description_is_refused(path):
     with pytest.raises(UserError, match=r"l2lopt\.optimisers\.make"):
         weights.save(optimisers.coordinatewise(), path)
     assert not path.exists()
+
+
+def test_a_digest_sees_what_a_rule_does():
+    """Options changed by hand and buffers count; where a rule's parts lie in memory does not."""
+    one = optimisers.make("sgd", lr=1.0)
+    other = deepcopy(one)
+    other.lr = 0.1
+    assert weights.digest(one) != weights.digest(other)
+    one, other = deepcopy(one), deepcopy(one)
+    one.register_buffer("scale", torch.ones(2))
+    other.register_buffer("scale", torch.zeros(2))
+    assert weights.digest(one) != weights.digest(other)
+    one, other = optimisers.make("sgd", lr=1.0), optimisers.make("sgd", lr=1.0)
+    one.squash, other.squash = Squash(), Squash()
+    assert weights.digest(one) == weights.digest(other)
+
+
+class Squash:
+    """An option without a text of its own."""

@@ -108,7 +108,7 @@ def pull(optimiser: Coordinatewise, phi: Params, window: Window, space: Workspac
 
 def can_pull(optimiser: Optimiser) -> bool:
     """Whether the slope of the rule's statistic can be had: it has one, and its network does not see θ."""
-    if not isinstance(optimiser, Coordinatewise) or optimiser.rule.statistic is None:
+    if not isinstance(optimiser, Coordinatewise) or not optimiser.rule.statistic:
         return False
     return not any(isinstance(item, Parameter) for item in _inputs(optimiser).values())
 

@@ -51,7 +51,7 @@ class Coordinatewise(Optimiser):
             self.head.weight.mul_(head_scale)
             self.head.bias.zero_()
         self.rule = rule
-        self.coordinatewise = rule.statistic is None
+        self.coordinatewise = not rule.statistic
 
     def init(self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None) -> OptimiserState:
         """The cell's initial state and empty memories: one coordinate's, expanded to all, which takes no memory."""

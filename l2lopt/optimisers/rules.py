@@ -25,14 +25,15 @@ class UpdateRule(nn.Module, ABC):
         outputs: numbers per coordinate it takes from the network.
         needs: the inputs whose features it looks at besides.
         memory: the names of the running values [*batch, n] it keeps, zero at first.
-        statistic: what it takes over each tensor's coordinates, or None where a coordinate's update is its own affair.
+        statistic: whether it takes a root mean square over each tensor's coordinates; where it does not, a coordinate's
+            update is its own affair.
         by_fan_in: whether the statistic is multiplied by the root of the tensor's fan-in.
     """
 
     outputs: int
     needs: tuple[str, ...] = ()
     memory: tuple[str, ...] = ()
-    statistic: str | None = None
+    statistic: bool = False
     by_fan_in: bool = False
 
     @abstractmethod
@@ -91,7 +92,7 @@ class DirectionAndMagnitude(UpdateRule):
     """
 
     outputs = 2
-    statistic = "root mean square"
+    statistic = True
 
     def __init__(
         self,

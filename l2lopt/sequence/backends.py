@@ -6,6 +6,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn.utils.parametrize import is_parametrized
 
 from l2lopt.cells import LSTM, Cell, CellState, Stacked
 from l2lopt.errors import UserError, did_you_mean
@@ -39,7 +40,8 @@ def backend(cell: Cell, x: Tensor, lengths: Tensor | None = None) -> tuple[str, 
 
     "by-hand" wherever it can be; on a GPU "torch" for an LSTM without lengths (cuDNN's kernel), else "graph"; both
     without a second derivative, neither measured. The loop under `torch.func`, `vmap`, forward-mode differentiation and
-    `torch.compile`, for cells without a hand-derived pass and where precisions are mixed outside autocast. A second
+    `torch.compile`, for cells without a hand-derived pass, with hooks or with parametrizations (pruning, spectral
+    norm), on the meta device, and where precisions are mixed outside autocast. A second
     derivative is only asked for on the way back: "by-hand" then runs the loop again, with a tape.
 
     Args:
@@ -55,6 +57,8 @@ def backend(cell: Cell, x: Tensor, lengths: Tensor | None = None) -> tuple[str, 
         return "loop", "torch.compile is tracing"
     if not x.numel():
         return "loop", "there are no steps"
+    if x.is_meta:
+        return "loop", "x has no numbers"
     reason = refusal(cell, x)
     if reason is not None:
         return "loop", reason
@@ -67,6 +71,8 @@ def refusal(cell: Cell, x: Tensor) -> str | None:
     """Why a cell has no hand-derived pass over such inputs, or None where it has one."""
     if type(cell) is Stacked:
         return next((reason for layer in cell.cells() if (reason := refusal(layer, x))), None)
+    if any(_watched(part) for part in cell.modules()):
+        return "hooks or parametrizations are at work"
     sweep = by_hand.plan(cell)
     if isinstance(sweep, str):
         return sweep
@@ -79,6 +85,12 @@ def refusal(cell: Cell, x: Tensor) -> str | None:
     if x.device != device or (x.dtype != dtype and not torch.is_autocast_enabled(x.device.type)):
         return f"x is {x.dtype} on {x.device}, the weights are {dtype} on {device}".replace("torch.", "")
     return None
+
+
+def _watched(module: nn.Module) -> bool:
+    """Whether a call of the module does more than its `forward`, or its weights are made of others."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks) or is_parametrized(module)
 
 
 def run(

@@ -20,7 +20,9 @@ def check_lengths(lengths: Lengths, steps: int, batch: tuple[int, ...], device: 
     Raises:
         UserError: for another number of lengths than sequences, a length that is no whole number or outside [0, T].
     """
-    given = lengths if isinstance(lengths, Tensor) else torch.tensor(lengths, dtype=None if lengths else torch.int64)
+    given = (
+        lengths if isinstance(lengths, Tensor) else torch.tensor(lengths, dtype=None if len(lengths) else torch.int64)
+    )
     if not batch:
         remedy = "leave lengths out, or give x a batch axis"
         raise UserError(

@@ -90,6 +90,24 @@ class Stack(nn.Module):
         output, final = self._run(x.movedim(-2, 0) if self.batch_first else x, state, lengths, masks)
         return output.movedim(0, -2) if self.batch_first else output, final
 
+    @property
+    def num_layers(self) -> int:
+        """How many layers there are."""
+        return len(self.layers)
+
+    @property
+    def bidirectional(self) -> bool:
+        """Whether the last layer goes both ways."""
+        return len(self._grid()[-1]) == 2
+
+    @property
+    def hidden_size(self) -> int:
+        """M of the last layer, in one direction."""
+        return self.widths[-1] // len(self._grid()[-1])
+
+    def flatten_parameters(self) -> None:
+        """Nothing: for code that was written for `nn.LSTM`."""
+
     def draw_masks(self, x: Tensor | PackedSequence, generator: torch.Generator | None = None) -> m.Masks:
         """Fresh masks for a call on x, of its shape, dtype and device, in either mode."""
         if isinstance(x, PackedSequence):

@@ -28,7 +28,7 @@ from l2lopt.types import (
     generator,
 )
 from l2lopt.unrolls.measured import Measured, Objective, gradient_of, measure, term
-from l2lopt.unrolls.plan import Plan, available_memory
+from l2lopt.unrolls.plan import Plan, activations, available_memory
 from l2lopt.unrolls.record import Record, Rows
 from l2lopt.unrolls.unroll import MetaGradient, Unroll, UnrollState
 
@@ -160,6 +160,8 @@ class Blockwise(Unroll):
         drawn = sum(_count(self.share, part) for part in carry.state.layout.sizes) * (numbers // max(size, 1))
         step, *following = islice(steps, 2)
         others = sum(all(target.batch is not later.batch for later in following) for target in step.targets)
+        with activations() as held:
+            measure(loss, carry.params, carry.aux, step.batch)
         gradient, (seen,) = _seconds(lambda: [measure(loss, carry.params, carry.aux, step.batch)])
         few = min(size, self._block(window, way))
         part = carry.state._replace(
@@ -194,7 +196,7 @@ class Blockwise(Unroll):
             window=window,
             vector=drawn * dtype.itemsize,
             per_step=1 + bool(others),
-            state=(1 if blank else 2) * state + kept + 6 * numbers * carry.params.element_size(),
+            state=(1 if blank else 2) * state + max(kept, sum(held)) + 6 * numbers * carry.params.element_size(),
             available=available_memory(carry.params.device),
             spilt=self.rows.folder is not None,
             seconds=length * ((1 + others) * gradient + work),

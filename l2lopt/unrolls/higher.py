@@ -72,7 +72,7 @@ def _patched(loss: ModuleLoss) -> Loss:
     def patched(params: Tensor, aux: Aux, batch: Batch) -> tuple[Tensor, Aux]:
         moved = {name: value.clone() for name, value in aux.items()}  # the module updates its buffers in place
         inputs, targets, given = unpack(batch)
-        buffers, weights = moved | given, loss.layout.unravel(params)
+        buffers, weights = moved | given, moved | loss.layout.unravel(params)
         for layer, name, source in places:
             setattr(layer, name, buffers[source])
         outputs = functional(inputs, params=[weights[name] for name in names])

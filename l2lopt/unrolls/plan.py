@@ -1,6 +1,8 @@
 """What a blockwise meta-gradient will take, known before it is begun."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +18,8 @@ class Plan:
         window: K, the steps whose gradients are kept at once.
         vector: what one of them takes.
         per_step: how many there are for each step; one more closes a window.
-        state: θ and the optimiser's state, with the copies that are made, and what the replay of a block keeps.
+        state: θ and the optimiser's state, with the copies that are made, and the larger of what the replay of a block
+            and what one gradient keeps.
         available: what is free now.
         spilt: the vectors lie in files, and count for nothing.
         seconds: the whole call, estimated from one gradient, one step and one replay of a block; with the disk apart.
@@ -87,6 +90,22 @@ def available_memory(device: torch.device) -> int:
     except (OSError, KeyError, ValueError):  # not Linux
         free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+@contextmanager
+def activations() -> Iterator[list[int]]:
+    """Sizes in bytes of what autograd keeps of the calls within the block, each piece of memory once."""
+    sizes: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    found: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield found
+    found.extend(sizes.values())
 
 
 def _gb(count: int) -> str:

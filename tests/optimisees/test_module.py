@@ -5,10 +5,16 @@ from functools import partial
 import laws
 import pytest
 import torch
-from implementations import IMAGES, SAMPLED, linear, module_optimisee
+from implementations import IMAGES, SAMPLED, linear, module_optimisee, normal
 from torch import nn
 
+from l2lopt import optimisers, unrolls
 from l2lopt.errors import UserError
+from l2lopt.optimisee import flat_loss
+from l2lopt.training import TrainSettings, train
+from l2lopt.types import Carry, Layout, Step, Target, seed_of
+from optimisees import ModuleOptimisee
+from optimisees.datasets import InMemory
 
 
 def ordinary(task, params, aux):
@@ -154,3 +160,30 @@ class Counting(nn.Module):
 def test_an_overwritten_buffer_is_refused():
     with pytest.raises(UserError, match=r"buffer '1\.seen': expected a buffer that stays"):
         module_optimisee(nn.Flatten, Counting, linear(18, 3))
+
+
+def half_frozen():
+    module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    module[0].requires_grad_(False)
+    return module
+
+
+@pytest.mark.parametrize("unroll", ["taped", "higher"])
+def test_frozen_parameters_stay(unroll):
+    samples = InMemory(normal(12, 4).float(), torch.arange(12) % 2, normal(6, 4).float(), torch.arange(6) % 2)
+    task = ModuleOptimisee(half_frozen, nn.functional.cross_entropy, samples, batch_size=4)
+    params, aux = task.init(0)
+    assert set(params) == {"1.weight", "1.bias", "2.weight", "2.bias"}
+    result = train(task, partial(torch.optim.SGD, lr=0.1), TrainSettings(steps=5))
+    start = task.init(seed_of("train", 0))[1]
+    assert all(result.aux[name].equal(start[name]) for name in ("0.weight", "0.bias"))
+    assert result.params["2.weight"].ne(task.init(seed_of("train", 0))[0]["2.weight"]).all()
+    layout = Layout.of(params)
+    rule = optimisers.make("coordinatewise", hidden_size=3, inputs=["log-and-sign"], rule="additive")
+    carry = Carry(layout.ravel(params), aux, rule.init(layout))
+    steps = [Step(task.batch("train", 0, k), (Target(task.batch("train", 0, k + 1), 1.0),)) for k in range(3)]
+    found = unrolls.make(unroll)(rule.update_with, flat_loss(task, layout), rule.phi(), carry, steps)
+    expected = unrolls.make("taped", order=2 if unroll == "higher" else 1)(
+        rule.update_with, flat_loss(task, layout), rule.phi(), carry, steps
+    )
+    laws.assert_close(found.gradient, expected.gradient, 1e-4)

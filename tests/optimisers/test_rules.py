@@ -136,6 +136,6 @@ def test_a_rule_without_statistic_is_coordinatewise(name):
     outputs, nominal, params = normal(rule.outputs, 8), normal(8, seed=1), normal(8, seed=2)
     slope = torch.func.jacrev(lambda outputs: apply(rule, outputs, nominal, params, 1))(outputs).abs().sum(1).ne(0)
     tensor = torch.arange(3).repeat_interleave(torch.tensor(SIZES))
-    mixed = torch.eye(8, dtype=torch.bool) if rule.statistic is None else tensor[:, None] == tensor
-    mixed[0, 0] = rule.statistic is None  # a tensor of one coordinate moves by its sign alone
+    mixed = torch.eye(8, dtype=torch.bool) if not rule.statistic else tensor[:, None] == tensor
+    mixed[0, 0] = not rule.statistic  # a tensor of one coordinate moves by its sign alone
     assert torch.equal(slope & ~torch.eye(8, dtype=torch.bool), mixed & ~torch.eye(8, dtype=torch.bool))

@@ -1,5 +1,6 @@
 """Stacks over any cells: forms of the state, layouts, derivatives, `torch.func`."""
 
+import numpy as np
 import pytest
 import torch
 from implementations import normal, seeded
@@ -223,3 +224,14 @@ def test_the_last_layer_may_have_a_size_of_its_own(name, expected):
 def test_a_size_of_its_own_is_per_direction(layers):
     stack = seeded(sequence.make("lstm", N, M, layers, output_size=2, bidirectional=True))
     assert stack(normal(5, 3, N))[0].shape == (5, 3, 4)
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_code_for_torchs_layers_finds_what_it_looks_for(bidirectional):
+    stack = sequence.make("lstm", 3, 5, num_layers=2, bidirectional=bidirectional)
+    assert (stack.input_size, stack.hidden_size, stack.num_layers, stack.bidirectional) == (3, 5, 2, bidirectional)
+    stack.flatten_parameters()
+    start = torch.zeros(stack.num_layers * (1 + stack.bidirectional), 2, stack.hidden_size)
+    assert stack(torch.zeros(4, 2, 3), (start, start))[0].shape == (4, 2, 5 * (1 + bidirectional))
+    lengths = np.array([4, 2])
+    assert stack(torch.zeros(4, 2, 3), lengths=lengths)[0].equal(stack(torch.zeros(4, 2, 3), lengths=[4, 2])[0])

@@ -78,10 +78,11 @@ class ByHand(torch.autograd.Function):
         """One slope per argument of `forward`."""
         call: Call = ctx.call
         count = 1 + len(call.states) + len(call.weights)
-        x, *tensors = ctx.saved_tensors[:count]
+        saved = ctx.saved_tensors  # asked for once: checkpointing gives them once
+        x, *tensors = saved[:count]
         if torch.is_grad_enabled():
             return None, *_through_the_loop(call, ctx.needs_input_grad[1:], [x, *tensors], slopes)
-        names, rest = ctx.names, ctx.saved_tensors[count:]
+        names, rest = ctx.names, saved[count:]
         w, tape = (
             dict(zip(n, v, strict=True))
             for n, v in zip(names, (rest[: len(names[0])], rest[len(names[0]) :]), strict=True)

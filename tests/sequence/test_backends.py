@@ -1,0 +1,49 @@
+"""When a cell goes through time by the loop, and what autograd's tools see of the other ways."""
+
+import laws
+import pytest
+import torch
+from implementations import normal
+from torch.nn.utils import parametrizations, prune
+from torch.utils.checkpoint import checkpoint
+
+from l2lopt import sequence
+
+
+def zeroed(module, arguments, result):
+    return 0 * result[0], result[1]
+
+
+@pytest.mark.parametrize("name", ["lstm", "irc-gru"])
+@pytest.mark.parametrize("change", ["hook", "pruned", "spectral norm"])
+def test_hooks_and_parametrizations_of_a_cell_take_the_loop(name, change):
+    stack, x = sequence.make(name, 3, 4).double(), normal(5, 2, 3)
+    cell = stack.layers[0][0].cell
+    weight = next(key for key, value in cell.named_parameters() if value.dim() == 2)
+    owner, _, key = weight.rpartition(".")
+    if change == "hook":
+        cell.register_forward_hook(zeroed)
+    elif change == "pruned":
+        prune.l1_unstructured(cell.get_submodule(owner), key, 0.5)
+    else:
+        parametrizations.spectral_norm(cell.get_submodule(owner), key)
+    stack.eval()
+    assert stack.backends(x) == {"0.0": ("loop", "hooks or parametrizations are at work")}
+    output = stack(x)[0]
+    output.sum().backward()
+    assert not (change == "hook" and output.any())
+
+
+@pytest.mark.parametrize("name", ["lstm", "gru", "irc-t-lstm", "ihc-lstm"])
+def test_checkpointing_gives_the_same_gradient(name):
+    stack, x = sequence.make(name, 4, 4).double(), normal(5, 2, 4)
+    slopes = []
+    for run in (stack, lambda value: checkpoint(stack, value, use_reentrant=False)):
+        leaf = x.clone().requires_grad_()
+        run(leaf)[0].square().sum().backward()
+        slopes.append(leaf.grad)
+    laws.assert_same(*slopes)
+
+
+def test_the_meta_device_takes_the_loop():
+    assert sequence.make("lstm", 4, 3).to("meta")(torch.empty(5, 2, 4, device="meta"))[0].shape == (5, 2, 3)
