@@ -1,6 +1,8 @@
 """The command line: what it says and how it ends."""
 
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -115,3 +117,59 @@ def test_the_program_starts_by_itself(tmp_path):
     assert done.returncode == 2
     assert done.stderr.startswith("l2lopt: nowhere")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+def test_an_interruption_ends_in_a_line_and_code_130(tmp_path):
+    changes = ["optimisee=quadratic", "optimiser=torch.optim.SGD", "train.steps=1000000"]
+    config = tmp_path / "c.toml"
+    config.write_text('optimisee = "quadratic"\noptimiser = "torch.optim.SGD"\n')
+    command = [sys.executable, "-m", "l2lopt", "train", config, "--run", tmp_path / "run", *sets(changes)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "run" / "metrics.jsonl").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "l2lopt: stopped\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("evaluation.csv", b"optimiser,kind,seed,step,split,loss\n", "evaluation.csv: expected losses, found none"),
+        ("evaluation.csv", b"optimiser,kind,seed,step,split,loss\na,learned,0,1,dev,1.0\n", "line 2: expected a loss"),
+        ("evaluation.csv", b"\xff\xfe", "evaluation.csv: expected columns"),
+        ("metrics.jsonl", b"\xff\xfe", "metrics.jsonl, line 1: expected a loss"),
+    ],
+)
+def test_damaged_records_end_in_one_line(tmp_path, monkeypatch, capsys, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    if name == "metrics.jsonl":
+        (tmp_path / "config.toml").write_text('optimisee = "quadratic"\noptimiser = "torch.optim.SGD"\n')
+    code, _, err = called(monkeypatch, capsys, "plot", tmp_path)
+    assert (code, err.count("\n")) == (2, 1)
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("threads=99999999999", "threads: expected less than or equal to 1024"),
+        ("device=meta", "expected a device of this machine"),
+        ("evaluation.baselines=[{optimiser='adam', rates=[]}]", "evaluation.baselines.0.rates: expected"),
+    ],
+)
+def test_more_mistakes_end_in_one_line(tmp_path, monkeypatch, capsys, change, message):
+    code, _, err = called(monkeypatch, capsys, "meta-train", DEMO, "--run", tmp_path / "run", "--set", change)
+    assert (code, err.count("\n")) == (2, 1)
+    assert message in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folders_name_is_no_markup(tmp_path, monkeypatch, capsys):
+    config = tmp_path / "c.toml"
+    config.write_text('optimisee = "quadratic"\noptimiser = "torch.optim.SGD"\ntrain.steps = 3\n')
+    code, out, err = called(monkeypatch, capsys, "train", config, "--run", tmp_path / "x[b" / "]")
+    assert (code, err) == (0, "")
+    assert "x[b/]" in out

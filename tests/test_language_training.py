@@ -229,6 +229,8 @@ def test_trains_and_speaks_from_the_command_line(tmp_path, monkeypatch, capsys, 
         ("optimisee.weight_dropp=0.1", "weight_dropp: expected a known key, found 'weight_dropp'; did you mean"),
         ("train.average=yes", "train.average: expected"),
         ("train.epochs=0", "train.epochs: expected greater than 0"),
+        ("train.warm_up=9999", "train.warm_up: expected at most"),
+        ("optimisee.hidden_size=0", "language-model: hidden_size: expected above 0"),
     ],
 )
 def test_a_mistake_ends_in_one_line_and_code_2(tmp_path, monkeypatch, capsys, change, message):
@@ -316,6 +318,11 @@ def test_jobs_side_by_side_make_the_same_table(tmp_path):
         ({"run": 3}, "run: expected a known key, found 'run'; did you mean 'runs'?"),
         ({"config": "none.toml"}, "none.toml: expected a config file, found nothing"),
         ({"runs": [{"label": "a", "versus": "b"}]}, "a: expected a run's label, found b; choose one of a"),
+        ({"runs": [{"label": "a"}, {"label": "A"}]}, "runs: expected labels that lead to different folders"),
+        (
+            {"runs": [{"label": "a"}, {"label": "b", "changes": ["optimisee.evaluation_tokens=9"]}]},
+            "b: expected the texts of the first run, found others",
+        ),
         ({"runs": [{"label": "a", "changes": ["optimisee=mlp"]}]}, "study: optimisee: expected a language-model"),
         ({"runs": [{"label": "a", "changes": ["optimisee.cell=x"]}]}, "cell: expected a known name, found 'x'"),
     ],
@@ -354,3 +361,15 @@ def test_the_study_of_every_cell_is_sound(monkeypatch):
         studies.reproduce(ROOT / "configs/studies/ptb-cells.toml", "nowhere")
     assert len(made) == 12 + 4 * 2
     assert {(piece.config.train.epochs, piece.config.optimisee["hidden_size"]) for piece in made} == {(3, 200)}
+
+
+def test_a_diverged_run_is_neither_better_nor_worse():
+    counts = language_studies.Counts(1, 1, 0)
+    runs = {0: language_studies._Found(1.0, math.nan, counts, 1.0)}, {0: language_studies._Found(1.0, 2.0, counts, 1.0)}
+    assert language_studies._against("LSTM", *runs) == "diverged, it or LSTM"
+    assert language_studies._against("LSTM", *reversed(runs)) == "diverged, it or LSTM"
+
+
+def test_warm_up_may_be_as_long_as_the_epochs(tmp_path):
+    settings = config(tmp_path, epochs=400, warm_up=1500)
+    assert configs.build_training(configs.load(settings, kind=TrainConfig)).config.train.warm_up == 1500

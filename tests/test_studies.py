@@ -316,3 +316,31 @@ def test_the_studies_of_the_readme_are_sound(name):
     place = studies._Place(str(ROOT / f"configs/studies/{name}.toml"), "nowhere", ())
     pieces = list(studies._pieces(studies.load(place.source), place))
     assert len(pieces) == 4 * 3 + 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimisers": [{"label": "A", "config": "c"}, {"label": "a", "config": "c"}]}, "optimisers: expected labels"),
+        ({"problems": [{"label": "A"}, {"label": "a"}]}, "problems: expected labels that lead to different folders"),
+        ({"optimisers": [{**STUDY["optimisers"][0], "label": "adam"}]}, "expected a label that no baseline has"),
+    ],
+)
+def test_labels_that_would_hide_results_are_refused(tmp_path, changes, message):
+    with pytest.raises(UserError, match=message):
+        studies.reproduce(written(tmp_path, {**STUDY, **changes}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_is_left_of_a_meta_training_is_forecast(tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO", "l2lopt")
+    source = written(tmp_path, {**STUDY, "meta_seeds": [0], "optimisers": STUDY["optimisers"][:1]})
+    with monkeypatch.context() as patch:
+        interrupted(patch, evaluation, "learned_run", 1)
+        with pytest.raises(KeyboardInterrupt):
+            studies.reproduce(source, tmp_path / "run")
+    caplog.clear()
+    studies.reproduce(source, tmp_path / "run")
+    said = next(record.getMessage() for record in caplog.records if "pieces to make" in record.getMessage())
+    assert "3 of 3 pieces to make" in said
+    assert "meta-training" not in said

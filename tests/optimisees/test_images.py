@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import pickle
+import shutil
 import struct
 import tarfile
 
@@ -15,11 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from implementations import write_pictures
 from PIL import Image
+from safetensors import SafetensorError
 from scipy.io import savemat
 from torchvision.datasets import CIFAR10, MNIST, SVHN
 
 from l2lopt.errors import UserError
-from optimisees import image_folders, image_inputs, images
+from optimisees import image_folders, image_inputs, images, mlp, resnet
 
 
 @pytest.fixture
@@ -309,3 +311,57 @@ def test_images_without_classes_are_one_class(tmp_path):
     assert not torch.cat(data[1::2]).any()
     found = sorted(torch.cat([data.train_inputs, data.test_inputs]).flatten(1).tolist())
     assert found == sorted(pixels(path).flatten().tolist() for path in folder.glob("*.png"))
+
+
+@pytest.mark.parametrize("kind", ["I;16", "I"])
+def test_grey_values_of_sixteen_bits_are_scaled(tmp_path, kind):
+    values = np.arange(0, 65_536, 1_024).reshape(8, 8)
+    for label in ("a", "b"):
+        (tmp_path / "grey" / label).mkdir(parents=True)
+        for number in range(3):
+            image = Image.fromarray(values.astype(np.uint16) if kind == "I;16" else values.astype(np.int32))
+            image.save(tmp_path / "grey" / label / f"{number}.{'png' if kind == 'I;16' else 'tiff'}")
+    found = images.load(str(tmp_path / "grey"))
+    assert found.train_inputs[0, 0].tolist() == (values // 256).tolist()
+
+
+def test_grey_values_without_a_range_are_refused(folder):
+    Image.fromarray(np.linspace(0, 1, 24, dtype=np.float32).reshape(4, 6)).save(folder / "train" / "ant" / "f.tiff")
+    with pytest.raises(UserError, match=r"f\.tiff: .*mode F, whose range is not known"):
+        images.load(str(folder))
+
+
+def test_a_link_to_nothing_is_named(folder):
+    (folder / "train" / "ant" / "gone.png").symlink_to(folder / "nowhere.png")
+    with pytest.raises(UserError, match=r"gone\.png: expected a whole file"):
+        images.load(str(folder))
+
+
+def test_a_folder_without_images_beside_loose_ones_does_not_count(folder, tmp_path):
+    (tmp_path / "loose" / ".git").mkdir(parents=True)
+    (tmp_path / "loose" / "notes").mkdir()
+    for number in range(6):
+        shutil.copy(folder / "train" / "ant" / "0.png", tmp_path / "loose" / f"{number}.png")
+    assert len(images.load(str(tmp_path / "loose")).train_inputs) == 5
+    with pytest.raises(UserError, match="expected at least two classes, found 1"):
+        resnet(dataset=str(tmp_path / "loose"), width=4, blocks=(1,))
+    with pytest.raises(UserError, match="expected at least two classes, found 1"):
+        mlp(dataset=str(tmp_path / "loose"))
+
+
+def test_a_cache_that_cannot_be_written_costs_nothing_but_time(folder, monkeypatch):
+    def full(*args, **options):
+        raise SafetensorError("no space left on device")
+
+    monkeypatch.setattr(image_folders, "save_file", full)
+    assert len(images.load(str(folder)).train_inputs) == 12
+
+
+def test_a_root_is_made_for_what_is_fetched(tmp_path, monkeypatch):
+    monkeypatch.delenv("L2LOPT_DATA", raising=False)
+    fetched = []
+    monkeypatch.setitem(images._SETS, "mnist", lambda root, download: fetched.append((root.is_dir(), download)))
+    images.load("mnist", data=str(tmp_path / "new" / "root"), download=True)
+    assert fetched == [(True, True)]
+    with pytest.raises(UserError, match=r"a folder that holds MNIST/raw/.*, found .*other, which is no folder; make"):
+        images.load("mnist", data=str(tmp_path / "other"))

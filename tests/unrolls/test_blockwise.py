@@ -13,7 +13,7 @@ from l2lopt.errors import UserError
 from l2lopt.types import Layout, generator
 from l2lopt.unrolls import Blockwise, Taped
 from l2lopt.unrolls.blockwise import stratified
-from l2lopt.unrolls.plan import available_memory
+from l2lopt.unrolls.plan import activations, available_memory
 
 each_blockwise = pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in BLOCKWISE.items()])
 DIRECTION = "coordinatewise direction-and-magnitude"
@@ -156,3 +156,11 @@ def test_a_plan_that_does_not_fit_names_the_window_that_does(monkeypatch):
     monkeypatch.setattr("l2lopt.unrolls.blockwise.available_memory", lambda _: 10)
     with pytest.raises(UserError, match="even one step"):
         Blockwise().plan(*task[:4], task.steps, 4)
+
+
+def test_the_plan_counts_what_a_gradient_keeps():
+    """Of a product in a sigmoid: the weight, the input and the output, each once."""
+    weight, x = torch.zeros(300, 200, requires_grad=True), torch.zeros(100, 300)
+    with activations() as held:
+        torch.sigmoid(x @ weight).square().sum()
+    assert sum(held) == 4 * (100 * 300 + 100 * 200)
