@@ -26,7 +26,7 @@ from l2lopt.tables import Choice
 from l2lopt.torch_optim import LearnedOptimizer
 from l2lopt.torch_table import TORCH, OptimizerFactory
 from l2lopt.training import TrainSettings
-from l2lopt.types import seed_of
+from l2lopt.types import Report, seed_of, silent
 from l2lopt.unrolls import Unroll
 
 C = TypeVar("C", bound=Settings)
@@ -120,7 +120,7 @@ class Experiment(NamedTuple):
         """The problem on which optimisers are compared, the first of those of meta-training."""
         return self.optimisees[0]
 
-    def score(self, optimiser: Optimiser) -> float:
+    def score(self, optimiser: Optimiser, report: Report = silent) -> float:
         """The validation score: the log of the mean loss over seeds, mean over problems and horizons; lower is better.
 
         A problem in which a loss is not finite makes it infinite.
@@ -128,9 +128,19 @@ class Experiment(NamedTuple):
         settings, optimiser = self.config.validation, kernels.fast(optimiser, self.config.backend)
         seeds = [seed_of("validation", self.config.seed, index) for index in range(settings.seeds)]
         scores = []
+        rows = settings.rows
         for optimisee in self.optimisees:
             horizons = sorted(settings.horizons)
-            run = run_groups(lambda _: optimiser, optimisee, seeds, horizons, (settings.split,), rows=settings.rows)
+            run = run_groups(
+                lambda _: optimiser,
+                optimisee,
+                seeds,
+                horizons,
+                (settings.split,),
+                report,
+                "validate",
+                rows=settings.rows,
+            )
             means = run.losses[settings.split].double().mean(1).clamp(min=1e-12)
             scores.append(float(means.log().nan_to_num(nan=torch.inf).mean()))
         return fmean(scores)

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -96,7 +97,7 @@ def meta_train(
                 experiment.unroll,
                 settings.meta,
                 settings.unroll,
-                score=experiment.score,
+                score=partial(experiment.score, report=report),
                 seed=settings.seed,
                 backend=settings.backend,
                 records=records,

@@ -375,6 +375,14 @@ def _count(share: float, size: int) -> int:
 def _seconds(function: Callable[[], Result]) -> tuple[float, Result]:
     """How long it takes the second time, and what it gives."""
     function()
+    _wait()
     start = time.perf_counter()
     result = function()
+    _wait()
     return time.perf_counter() - start, result
+
+
+def _wait() -> None:
+    """For a GPU's work, where there is any."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()

@@ -1,9 +1,11 @@
 """What a blockwise meta-gradient will take, known before it is begun."""
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -81,15 +83,26 @@ class Plan:
 
 def available_memory(device: torch.device) -> int:
     """Free memory in bytes, on the device, or this process's share of the machine's (torchrun's LOCAL_WORLD_SIZE)."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type == "cuda":  # what PyTorch keeps for itself is free, too
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + kept
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
         free = found["MemAvailable"]
     except (OSError, KeyError, ValueError):  # not Linux
         free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return int(min(free, _allowed())) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _allowed(folder: Path = Path("/sys/fs/cgroup")) -> float:
+    """What a container or a batch system leaves of its limit (cgroup v2), in bytes; infinity without one."""
+    try:
+        limit, used = ((folder / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        held = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return math.inf if limit == "max" else int(limit) - int(used) + int(held.get("inactive_file", 0))
+    except (OSError, ValueError):
+        return math.inf
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """The blockwise unroll: equal to the tape's first order, and right on average when it samples coordinates."""
 
+import math
 from itertools import product
 
 import laws
@@ -12,6 +13,7 @@ from implementations import BLOCKWISE, LEARNED, MIXTURES, crossed, problem, with
 from l2lopt.errors import UserError
 from l2lopt.types import Layout, generator
 from l2lopt.unrolls import Blockwise, Taped
+from l2lopt.unrolls import plan as planning
 from l2lopt.unrolls.blockwise import stratified
 from l2lopt.unrolls.plan import activations, available_memory
 
@@ -164,3 +166,15 @@ def test_the_plan_counts_what_a_gradient_keeps():
     with activations() as held:
         torch.sigmoid(x @ weight).square().sum()
     assert sum(held) == 4 * (100 * 300 + 100 * 200)
+
+
+@pytest.mark.parametrize(("limit", "left"), [("max", math.inf), ("1000", 1000 - 400 + 150)])
+def test_a_containers_limit_counts(tmp_path, limit, left):
+    for name, text in {
+        "memory.max": limit,
+        "memory.current": "400",
+        "memory.stat": "anon 9\ninactive_file 150",
+    }.items():
+        (tmp_path / name).write_text(text + "\n")
+    assert planning._allowed(tmp_path) == left
+    assert planning._allowed(tmp_path / "none") == math.inf
