@@ -128,7 +128,6 @@ class Experiment(NamedTuple):
         settings, optimiser = self.config.validation, kernels.fast(optimiser, self.config.backend)
         seeds = [seed_of("validation", self.config.seed, index) for index in range(settings.seeds)]
         scores = []
-        rows = settings.rows
         for optimisee in self.optimisees:
             horizons = sorted(settings.horizons)
             run = run_groups(
