@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from importlib.metadata import version
 from multiprocessing import get_context
@@ -43,14 +43,21 @@ def make_all(make: Callable[[P, Report], object], pieces: Sequence[P], jobs: int
         return
     report("study", 0, len(pieces), {})
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        waiting: list[Future[None]] = [pool.submit(_leave, make, piece) for piece in pieces]
+        waiting: set[Future[None]] = {pool.submit(_leave, make, piece) for piece in pieces}
+        # There is no public way to the processes before Python 3.14.
+        processes = list(pool._processes.values())
         try:
-            for done, future in enumerate(as_completed(waiting), 1):
-                future.result()
-                report("study", done, len(pieces), {})
+            while waiting:
+                done, waiting = wait(waiting, timeout=1, return_when=FIRST_COMPLETED)
+                for future in done:
+                    future.result()
+                if done:
+                    report("study", len(pieces) - len(waiting), len(pieces), {})
+                elif any(process.exitcode is not None for process in processes):
+                    raise BrokenProcessPool  # seen sooner than by the pool, which may miss it
         except BaseException as error:
-            for process in list((pool._processes or {}).values()):  # before 3.14 there is no public way
-                process.terminate()
+            for process in processes:
+                process.kill()  # what they leave is written by rename
             pool.shutdown(wait=False, cancel_futures=True)
             if isinstance(error, BrokenProcessPool):
                 expected, found = "every process to live", "one that was killed, for want of memory perhaps"

@@ -198,7 +198,7 @@ def test_other_files_are_refused_on_resuming(tmp_path):
         ("optimisee.data.test={folder}/none.conll", "none.conll: expected tokens and labels, found nothing"),
         ("optimisee.data.tes=x", "data 'conll': tes: expected a known key, found 'tes'; did you mean 'test'?"),
         ("optimisee.cell=gruu", "cell: expected a known name, found 'gruu'; did you mean 'gru'?"),
-        ("optimisee.data=har", "data: expected the folder of the data sets, found none; set L2LOPT_DATA"),
+        ("optimisee.data=har", "data: expected a folder that holds the data sets, found none; set L2LOPT_DATA"),
     ],
 )
 def test_a_mistake_ends_in_one_line_and_code_2(tmp_path, monkeypatch, capsys, change, message):

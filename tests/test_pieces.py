@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
@@ -12,30 +11,35 @@ from l2lopt.pieces import make_all, spread
 from l2lopt.types import silent
 
 
-def at_once_or_never(piece, report):
-    """A piece that fails, one that is killed, or one that would take a minute and then leave a file."""
-    if piece == "fails":
+def work(piece, report):
+    """A piece that would take a minute, or one that fails or is killed while that one is under way."""
+    kind, folder = piece
+    if kind == "long":
+        (folder / "begun").write_text("")
+        time.sleep(60)
+        (folder / "done").write_text("")
+    while not (folder / "begun").exists():
+        time.sleep(0.05)
+    time.sleep(0.5)
+    if kind == "fails":
         raise UserError("piece", expected="this", found="that", remedy="mend it")
-    if piece == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)
-    Path(piece).write_text("")
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
-    ("piece", "message"),
+    ("kind", "message"),
     [("fails", "piece: expected this, found that"), ("killed", "jobs: expected every process to live, .*lower --jobs")],
 )
-def test_where_a_piece_fails_the_others_are_ended(tmp_path, piece, message):
+def test_where_a_piece_fails_the_others_are_ended(tmp_path, kind, message):
     with pytest.raises(UserError, match=message):
-        make_all(at_once_or_never, [str(tmp_path / "long"), piece], 2, silent)
-    assert list(tmp_path.iterdir()) == []
+        make_all(work, [("long", tmp_path), (kind, tmp_path)], 2, silent)
+    assert [path.name for path in tmp_path.iterdir()] == ["begun"]
 
 
 def test_what_is_under_way_is_said_at_once():
     seen = []
     make_all(nothing, [1, 2], 2, lambda *event: seen.append(event[1:3]))
-    assert seen == [(0, 2), (1, 2), (2, 2)]
+    assert (seen[0], seen[-1]) == ((0, 2), (2, 2))
 
 
 def nothing(piece, report):

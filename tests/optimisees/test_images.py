@@ -126,7 +126,7 @@ def test_folders_that_do_not_fit_are_refused(folder, tmp_path):
 @pytest.mark.parametrize(
     ("dataset", "named"),
     [
-        ("cifar10", r"cifar10/\{train,test\}/<class>/\*\.jpg or cifar-10-python\.tar\.gz"),
+        ("cifar10", r"cifar10/\{train,test\}/<class>/\*\.jpg, or cifar-10-python\.tar\.gz"),
         ("mnist", r"train-images-idx3-ubyte.* in .*MNIST/raw"),
         ("svhn", r"train_32x32\.mat and test_32x32\.mat in .*svhn"),
     ],
