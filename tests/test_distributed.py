@@ -131,7 +131,7 @@ def test_a_users_mistake_ends_all_ranks(tmp_path):
     done = called(command(tmp_path / "run"))
     assert done.returncode != 0
     assert "l2lopt, rank 0: " in done.stderr
-    assert "expected a new or empty folder, found an earlier run" in done.stderr
+    assert "expected a new or empty folder, found files that no run has left" in done.stderr
 
 
 @pytest.mark.slow
