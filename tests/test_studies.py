@@ -145,7 +145,8 @@ def test_jobs_side_by_side_make_the_same_table(made, tmp_path):
     both = table(tmp_path / "run")
     assert list(both) == ["Small, MLP", "Larger"]
     assert both["Small, MLP"] == table(made[1])["Small, MLP"]
-    assert [event[1] for event in seen] == list(range(1, 13))
+    told = [event[1] for event in seen]
+    assert (told[0], told[-1], told) == (0, 12, sorted(told))
 
 
 @pytest.mark.parametrize(
