@@ -24,7 +24,7 @@ from l2lopt.types import Params
 from optimisees import LanguageModel
 from optimisees.text import EOS, Corpus, Vocabulary
 
-SIZES = {"400, 1150 × 3": (400, 1150, 3), "650, 650 × 2": (650, 650, 2)}
+SIZES = {"400, 1150 × 3": (400, 1150, 3), "650, 650 × 2": (650, 650, 2), "200, 200 × 2": (200, 200, 2)}
 CELLS = ("lstm", "ihc-lstm", "gru", "irc-gru")
 WORDS = 10_000
 Run = Callable[[], object]
