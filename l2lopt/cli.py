@@ -276,8 +276,10 @@ def _progress() -> "Iterator[Report]":
 
         def report(stage: str, done: int, total: int, figures: Mapping[str, float]) -> None:
             shown = "  ".join(f"{name} {value:.4g}" for name, value in list(figures.items())[:3])
-            if stage not in bars or done < progress.tasks[bars[stage]].completed:
+            if stage not in bars:
                 bars[stage] = progress.add_task(stage, total=total, completed=done, figures=shown)
+            elif done < progress.tasks[bars[stage]].completed:  # once more from the start
+                progress.reset(bars[stage], completed=done)
             progress.update(bars[stage], completed=done, total=total, figures=shown)
             if not console.is_terminal and (tenth := 10 * done // max(total, 1)) != tenths.get(stage):
                 tenths[stage] = tenth

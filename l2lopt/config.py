@@ -210,8 +210,8 @@ def fitting(optimiser: Optimiser, problems: Sequence[Optimisee]) -> Optimiser:
         UserError: for problems of several dtypes.
     """
     dtypes = {value.dtype for problem in problems for value in problem.init(0)[0].values()}
-    if len(dtypes) > 1:
-        found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+    if len(dtypes) != 1:
+        found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)) or "no parameters"
         raise UserError("optimisees", expected="one dtype", found=found, remedy="set dtype alike in all")
     fit: Optimiser = optimiser.to(dtypes.pop())
     return fit

@@ -1,13 +1,14 @@
 """The step of `LearnedOptimizer` on autograd's tape, for `higher.innerloop_ctx` (Grefenstette et al. 2019)."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from l2lopt.errors import UserError
-from l2lopt.flat_vectors import computes_in, names_of, partition, ravelled
+from l2lopt.flat_vectors import computes_in, fan_ins_of, names_of, partition, ravelled
 from l2lopt.optimisers import Optimiser
 from l2lopt.types import Layout, OptimiserState, Params
 from l2lopt.unrolls.higher import library
@@ -70,7 +71,10 @@ class Differentiable(Base):  # type: ignore[misc]  # higher has no types
         names = names_of(group)
         params = {names[place]: group["params"][place] for place in places}
         tables: list[dict[str, Any]] = [own[place] for place in places]
-        layout, dtype = Layout.of(params), computes_in(grads[0])
+        others = [param for one in self.param_groups if one is not group for param in one["params"]]
+        fan_ins = fan_ins_of(group["params"], others)
+        layout = replace(Layout.of(params), fan_ins=tuple(fan_ins[place] for place in places))
+        dtype = computes_in(grads[0])
         theta = layout.ravel(params).to(dtype)
         flat = layout.ravel(dict(zip(params, grads, strict=True))).to(dtype)
         loss = None if self._loss is None else self._loss.to(theta)

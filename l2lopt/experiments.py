@@ -97,7 +97,7 @@ def meta_train(
                 experiment.unroll,
                 settings.meta,
                 settings.unroll,
-                score=partial(experiment.score, report=report),
+                score=partial(experiment.score, report=report if settings.validation.rows else silent),
                 seed=settings.seed,
                 backend=settings.backend,
                 records=records,
@@ -380,12 +380,12 @@ def _claim(folder: Path, overwrite: bool, resume: bool) -> Path:
         if folder.exists() and not folder.is_dir():
             raise UserError(str(folder), expected="a folder", found="a file", remedy=another)
         if folder.exists() and any(folder.iterdir()) and not resume:
-            events = list(folder.glob("events.out.tfevents.*"))
-            found = "an earlier run" if events and (folder / "config.toml").is_file() else "files that no run has left"
-            if found != "an earlier run" or not overwrite:
+            expected, events = "a new or empty folder", list(folder.glob("events.out.tfevents.*"))
+            if not events or not (folder / "config.toml").is_file():
+                raise UserError(str(folder), expected=expected, found="files that no run has left", remedy=another)
+            if not overwrite:
                 remedy = f"{another}, or pass --resume to go on or --overwrite to replace it"
-                remedy = remedy if found == "an earlier run" else another
-                raise UserError(str(folder), expected="a new or empty folder", found=found, remedy=remedy)
+                raise UserError(str(folder), expected=expected, found="an earlier run", remedy=remedy)
             pictures = [path for figure in _DRAWN for path in (folder / "figures").glob(f"{figure}.*")]
             for path in [*(folder / name for name in _MADE), *events, *pictures]:
                 path.unlink(missing_ok=True)

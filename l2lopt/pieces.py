@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from l2lopt.errors import UserError
-from l2lopt.types import Report, silent
+from l2lopt.types import Report
 
 P = TypeVar("P")
 
@@ -32,7 +32,8 @@ def make_all(make: Callable[[P, Report], object], pieces: Sequence[P], jobs: int
         make: (piece, report of its progress); with several jobs it is sent to other processes, with the piece.
         pieces: in this order.
         jobs: made at the same time. Where one fails the others are ended; what they have left stands.
-        report: progress: that of each piece, or with several jobs the number of pieces done.
+        report: progress: that of each piece, or with several jobs the number of pieces made, of those that were not
+            there.
 
     Raises:
         UserError: where a process was killed.
@@ -41,18 +42,17 @@ def make_all(make: Callable[[P, Report], object], pieces: Sequence[P], jobs: int
         for piece in pieces:
             make(piece, report)
         return
-    report("study", 0, len(pieces), {})
+    report("study", made := 0, len(pieces), {})
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        waiting: set[Future[None]] = {pool.submit(_leave, make, piece) for piece in pieces}
+        waiting: set[Future[bool]] = {pool.submit(_leave, make, piece) for piece in pieces}
         # There is no public way to the processes before Python 3.14.
         processes = list(pool._processes.values())
         try:
             while waiting:
                 done, waiting = wait(waiting, timeout=1, return_when=FIRST_COMPLETED)
-                for future in done:
-                    future.result()
-                if done:
-                    report("study", len(pieces) - len(waiting), len(pieces), {})
+                made += sum(future.result() for future in done)
+                if done:  # pieces that were there take no time, so they would make the rest seem as quick
+                    report("study", made, made + len(waiting), {})
                 elif any(process.exitcode is not None for process in processes):
                     raise BrokenProcessPool  # seen sooner than by the pool, which may miss it
         except BaseException as error:
@@ -65,9 +65,14 @@ def make_all(make: Callable[[P, Report], object], pieces: Sequence[P], jobs: int
             raise
 
 
-def _leave(make: Callable[[P, Report], object], piece: P) -> None:
-    """`make` for its files alone: tensors that came from another process would each hold a file open."""
-    make(piece, silent)
+def _leave(make: Callable[[P, Report], object], piece: P) -> bool:
+    """`make` for its files alone: tensors that came from another process would each hold a file open.
+
+    Gives whether it reported any progress, which it does not where the piece was there.
+    """
+    stages = set()
+    make(piece, lambda stage, *_: stages.add(stage))
+    return bool(stages)
 
 
 def kept(path: Path, work: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -117,8 +117,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
                     expected, found = f"the state of {key} {group[key]}", f"that of {key} {saved.get(key)}"
                     remedy = "make the optimiser with the rules it was saved with, or begin without its state"
                     raise UserError("load_state_dict", expected=expected, found=found, remedy=remedy)
-            for name, param in zip(names_of(group), group["params"], strict=False):
-                self._check_state(name, param, group, state["state"].get(param, {}))
+            self._check_state(group, state["state"])
         super().__setstate__(state)
         for group, (key, value) in product(self.param_groups, self.defaults.items()):
             group.setdefault(key, value)  # where an older release knew an option less
@@ -211,16 +210,18 @@ class LearnedOptimizer(torch.optim.Optimizer):
         choice = {"name": fallback, "lr": 1e-3} if isinstance(fallback, str) else dict(fallback)
         return self._known(optimisers.build(choice, optimisers.HANDMADE))
 
-    def _check_state(self, name: str, param: Tensor, group: Mapping[str, Any], table: Mapping[str, Any]) -> None:
-        """Refuses a parameter's state that its group's rules have not left."""
+    def _check_state(self, group: Mapping[str, Any], state: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        """Refuses a state of a group's parameters that the group's rules have not left."""
         for prefix, mark in (("", group["weights"]), ("fallback.", group["fallback"])):
-            keys = self._rules[mark].init(Layout.of({name: torch.empty(1)})).coordinates if mark else ()
-            shapes = {key: tuple(table[prefix + key].shape) for key in keys if prefix + key in table}
-            fit = all(shape[len(shape) - param.dim() :] == param.shape for shape in shapes.values())
-            if shapes and not (fit and len(shapes) == len(keys)):
-                expected, found = f"{', '.join(keys)} [..., *{list(param.shape)}]", str(shapes)
-                remedy = "give it the state of this model"
-                raise UserError(f"load_state_dict: {name}", expected=expected, found=found, remedy=remedy)
+            keys = self._rules[mark].init(Layout(("one",), ((1,),))).coordinates if mark else ()
+            for name, param in zip(names_of(group), group["params"], strict=True):
+                table = state.get(param, {})
+                shapes = {key: tuple(table[prefix + key].shape) for key in keys if prefix + key in table}
+                fit = all(shape[len(shape) - param.dim() :] == param.shape for shape in shapes.values())
+                if shapes and not (fit and len(shapes) == len(keys)):
+                    expected, found = f"{', '.join(keys)} [..., *{list(param.shape)}]", str(shapes)
+                    remedy = "give it the state of this model"
+                    raise UserError(f"load_state_dict: {name}", expected=expected, found=found, remedy=remedy)
 
     def _forget(self) -> None:
         """Drops what can be made again from `state` and the rules."""

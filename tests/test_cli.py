@@ -44,6 +44,17 @@ def test_off_a_terminal_a_line_for_every_tenth_says_what_is_left(capsys):
     assert "left" not in lines[2]
 
 
+def test_steps_made_before_do_not_count_for_the_time_left(monkeypatch, capsys):
+    now = 100.0
+    monkeypatch.setattr(cli.console, "get_time", lambda: now)
+    with cli._progress() as report:
+        for done in (70, 80, 90, 40, 50, 60):  # a run that went on, and the same stage once more
+            report("train", done, 100, {})
+            now += 5.0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition("left ")[2] for line in lines] == ["", "", "0:00:05", "", "", "0:00:20"]
+
+
 def test_meta_train_evaluate_plot(tmp_path, monkeypatch, capsys):
     run = tmp_path / "run"
     code, out, err = called(monkeypatch, capsys, "meta-train", DEMO, "--run", run, "--seed", 3, *sets(SMALL))

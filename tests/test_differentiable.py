@@ -154,6 +154,20 @@ def test_a_rule_of_its_own_for_each_group():
         laws.assert_close(ours.detach(), theirs.detach(), 1e-10)
 
 
+def test_a_bias_in_a_group_of_its_own_moves_as_the_optimiser_moves_it():
+    model = small_model()
+    weights, biases = [model[0].weight, model[2].weight], [model[0].bias, model[2].bias]
+    optimizer = LearnedOptimizer(
+        [{"params": weights}, {"params": biases}], learned({"name": "direction-and-magnitude", "by_fan_in": True})
+    )
+    with higher.innerloop_ctx(model, optimizer) as (functional, inner):
+        inner.step((functional(X[0]) - Y[0]).square().mean())
+    (model(X[0]) - Y[0]).square().mean().backward()
+    optimizer.step()
+    for ours, theirs in zip(functional.parameters(), model.parameters(), strict=True):
+        laws.assert_close(ours.detach(), theirs.detach(), 1e-10)
+
+
 def test_a_fallback_is_refused():
     model = small_model()
     optimizer = LearnedOptimizer(model.parameters(), learned("additive"), fallback="adam")

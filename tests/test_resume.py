@@ -146,3 +146,13 @@ def test_a_run_killed_in_a_validation_loses_no_update(tmp_path, monkeypatch):
         assert header["facts"]["update"] == update
     l2lopt.meta_train(DEMO, tmp_path / "run", changes=LONGER, resume=True)
     assert files(tmp_path / "run") == files(whole)
+
+
+def test_a_validation_whose_checkpoint_is_not_written_is_recorded_once(whole, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        interrupted(patch, CheckpointFile, "save", 4)  # the first, update 1, 2 before its validation, and after it
+        with pytest.raises(KeyboardInterrupt):
+            l2lopt.meta_train(DEMO, tmp_path / "run", changes=LONGER)
+    assert '"stage": "validation", "step": 2' in (tmp_path / "run" / "metrics.jsonl").read_text()
+    l2lopt.meta_train(DEMO, tmp_path / "run", changes=LONGER, resume=True)
+    assert files(tmp_path / "run") == files(whole)

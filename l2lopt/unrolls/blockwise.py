@@ -162,7 +162,7 @@ class Blockwise(Unroll):
         others = sum(all(target.batch is not later.batch for later in following) for target in step.targets)
         with activations() as held:
             measure(loss, carry.params, carry.aux, step.batch)
-        gradient, (seen,) = _seconds(lambda: [measure(loss, carry.params, carry.aux, step.batch)])
+        gradient, seen = _timed(lambda: measure(loss, carry.params, carry.aux, step.batch))
         few = min(size, self._block(window, way))
         part = carry.state._replace(
             layout=carry.state.layout.between(0, few),
@@ -375,6 +375,11 @@ def _count(share: float, size: int) -> int:
 def _seconds(function: Callable[[], Result]) -> tuple[float, Result]:
     """How long it takes the second time, and what it gives."""
     function()
+    return _timed(function)
+
+
+def _timed(function: Callable[[], Result]) -> tuple[float, Result]:
+    """How long it takes, a GPU's work included, and what it gives."""
     _wait()
     start = time.perf_counter()
     result = function()
@@ -383,6 +388,5 @@ def _seconds(function: Callable[[], Result]) -> tuple[float, Result]:
 
 
 def _wait() -> None:
-    """For a GPU's work, where there is any."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()

@@ -1,6 +1,7 @@
 """The blockwise unroll: equal to the tape's first order, and right on average when it samples coordinates."""
 
 import math
+from contextlib import contextmanager
 from itertools import product
 
 import laws
@@ -166,6 +167,19 @@ def test_the_plan_counts_what_a_gradient_keeps():
     with activations() as held:
         torch.sigmoid(x @ weight).square().sum()
     assert sum(held) == 4 * (100 * 300 + 100 * 200)
+
+
+def test_the_plans_state_has_what_a_gradient_keeps(monkeypatch):
+    task = problem()
+
+    @contextmanager
+    def many():
+        yield [10**9]
+
+    before = Blockwise().plan(*task[:4], task.steps, 4).state
+    monkeypatch.setattr("l2lopt.unrolls.blockwise.activations", many)
+    monkeypatch.setattr("l2lopt.unrolls.blockwise.available_memory", lambda _: 10**10)
+    assert 10**9 - before <= Blockwise().plan(*task[:4], task.steps, 4).state - before < 10**9
 
 
 @pytest.mark.parametrize(("limit", "left"), [("max", math.inf), ("1000", 1000 - 400 + 150)])
