@@ -1,11 +1,14 @@
 """The pieces of long work, made one after the other or in processes of their own."""
 
 import json
+import math
+import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from importlib.metadata import version
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol, TypeVar
@@ -32,8 +35,8 @@ def make_all(make: Callable[[P, Report], object], pieces: Sequence[P], jobs: int
         make: (piece, report of its progress); with several jobs it is sent to other processes, with the piece.
         pieces: in this order.
         jobs: made at the same time. Where one fails the others are ended; what they have left stands.
-        report: progress: that of each piece, or with several jobs the number of pieces made, of those that were not
-            there.
+        report: progress of each piece; with several jobs after the number of its process, and the pieces made, of
+            those that were not there.
 
     Raises:
         UserError: where a process was killed.
@@ -43,13 +46,19 @@ def make_all(make: Callable[[P, Report], object], pieces: Sequence[P], jobs: int
             make(piece, report)
         return
     report("study", made := 0, len(pieces), {})
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+    context = get_context("spawn")
+    events = context.SimpleQueue()
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_tell, initargs=(events,)) as pool:
         waiting: set[Future[bool]] = {pool.submit(_leave, make, piece) for piece in pieces}
         # There is no public way to the processes before Python 3.14.
         processes = list(pool._processes.values())
+        numbers = {process.pid: str(number) for number, process in enumerate(processes, 1)}
         try:
             while waiting:
                 done, waiting = wait(waiting, timeout=1, return_when=FIRST_COMPLETED)
+                while not events.empty():
+                    process, stage, *event = events.get()
+                    report(f"{numbers[process]}: {stage}", *event)
                 made += sum(future.result() for future in done)
                 if done:  # pieces that were there take no time, so they would make the rest seem as quick
                     report("study", made, made + len(waiting), {})
@@ -65,14 +74,32 @@ def make_all(make: Callable[[P, Report], object], pieces: Sequence[P], jobs: int
             raise
 
 
+_events: Any = None
+"""In a process that makes pieces, the queue for its progress, which is handed over where a process begins."""
+
+
+def _tell(events: Any) -> None:
+    global _events
+    _events = events
+
+
 def _leave(make: Callable[[P, Report], object], piece: P) -> bool:
     """`make` for its files alone: tensors that came from another process would each hold a file open.
 
     Gives whether it reported any progress, which it does not where the piece was there.
     """
-    stages = set()
-    make(piece, lambda stage, *_: stages.add(stage))
-    return bool(stages)
+    last: dict[str, float] = {}
+
+    def told(stage: str, done: int, total: int, figures: Mapping[str, float]) -> None:
+        if (now := time.monotonic()) - last.get(stage, -math.inf) < 1 and done not in (0, total):
+            return
+        last[stage] = now
+        if (parent := parent_process()) is not None and not parent.is_alive():
+            os._exit(1)  # or it would go on beside whoever takes the study up again
+        _events.put((os.getpid(), stage, done, total, dict(figures)))
+
+    make(piece, told)
+    return bool(last)
 
 
 def kept(path: Path, work: Mapping[str, Any]) -> dict[str, Any] | None:

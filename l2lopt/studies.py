@@ -157,7 +157,7 @@ def reproduce(
         folder: where everything goes.
         changes: to every config, such as "evaluation.seeds=50".
         jobs: pieces made at the same time, each in a process of its own.
-        report: progress; with several jobs, of whole pieces.
+        report: progress; with several jobs, see `pieces.make_all`.
 
     Returns:
         `table.md`, `table.json`, and a figure for each problem.
