@@ -145,8 +145,9 @@ def test_jobs_side_by_side_make_the_same_table(made, tmp_path):
     both = table(tmp_path / "run")
     assert list(both) == ["Small, MLP", "Larger"]
     assert both["Small, MLP"] == table(made[1])["Small, MLP"]
-    told = [event[1] for event in seen]
+    told = [event[1] for event in seen if event[0] == "study"]
     assert (told[0], told[-1], told) == (0, 12, sorted(told))
+    assert {event[0] for event in seen} & {"1: meta-train", "2: meta-train"}
 
 
 @pytest.mark.parametrize(
