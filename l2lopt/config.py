@@ -207,12 +207,13 @@ def fitting(optimiser: Optimiser, problems: Sequence[Optimisee]) -> Optimiser:
     """An optimiser in the dtype of these problems' parameters.
 
     Raises:
-        UserError: for problems of several dtypes.
+        UserError: for problems of several dtypes, or without parameters.
     """
     dtypes = {value.dtype for problem in problems for value in problem.init(0)[0].values()}
     if len(dtypes) != 1:
         found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)) or "no parameters"
-        raise UserError("optimisees", expected="one dtype", found=found, remedy="set dtype alike in all")
+        remedy = "set dtype alike in all" if dtypes else "let some require a gradient"
+        raise UserError("optimisees", expected="one dtype", found=found, remedy=remedy)
     fit: Optimiser = optimiser.to(dtypes.pop())
     return fit
 

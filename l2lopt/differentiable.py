@@ -60,19 +60,21 @@ class Differentiable(Base):  # type: ignore[misc]  # higher has no types
         for group, own, grads in zip(self.param_groups, self.state, grouped_grads, strict=True):
             numbers = [own[place].get("vector") if place in own else None for place in range(len(grads))]
             present = [grad is not None for grad in grads]
+            others = [param for one in self.param_groups if one is not group for param in one["params"]]
+            fan_ins = fan_ins_of(group["params"], others)  # of all: a bias's matrix may lie in another vector
             for number, places in partition(group["params"], numbers, present):
-                moved = self._move(group, places, own, [grads[place] for place in places])
+                moved = self._move(group, places, own, [grads[place] for place in places], fan_ins)
                 for place, param in zip(places, moved, strict=True):
                     group["params"][place] = param
                     own[place]["vector"] = number
 
-    def _move(self, group: dict[str, Any], places: list[int], own: Any, grads: Sequence[Any]) -> list[Tensor]:
+    def _move(
+        self, group: dict[str, Any], places: list[int], own: Any, grads: Sequence[Any], fan_ins: Sequence[int]
+    ) -> list[Tensor]:
         """One vector's parameters after a step; `own[place]` gets their state."""
         names = names_of(group)
         params = {names[place]: group["params"][place] for place in places}
         tables: list[dict[str, Any]] = [own[place] for place in places]
-        others = [param for one in self.param_groups if one is not group for param in one["params"]]
-        fan_ins = fan_ins_of(group["params"], others)
         layout = replace(Layout.of(params), fan_ins=tuple(fan_ins[place] for place in places))
         dtype = computes_in(grads[0])
         theta = layout.ravel(params).to(dtype)

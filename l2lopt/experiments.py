@@ -97,7 +97,7 @@ def meta_train(
                 experiment.unroll,
                 settings.meta,
                 settings.unroll,
-                score=partial(experiment.score, report=report if settings.validation.rows else silent),
+                score=partial(experiment.score, report=report),
                 seed=settings.seed,
                 backend=settings.backend,
                 records=records,

@@ -45,7 +45,8 @@ def make_all(make: Callable[[P, Report], object], pieces: Sequence[P], jobs: int
         for piece in pieces:
             make(piece, report)
         return
-    report("study", made := 0, len(pieces), {})
+    made = 0
+    report("study", made, len(pieces), {})
     context = get_context("spawn")
     events = context.SimpleQueue()
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=_tell, initargs=(events,)) as pool:

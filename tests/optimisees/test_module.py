@@ -8,7 +8,7 @@ import torch
 from implementations import IMAGES, SAMPLED, linear, module_optimisee, normal
 from torch import nn
 
-from l2lopt import optimisers, unrolls
+from l2lopt import config, optimisers, unrolls
 from l2lopt.errors import UserError
 from l2lopt.optimisee import flat_loss
 from l2lopt.training import TrainSettings, train
@@ -166,6 +166,12 @@ def half_frozen():
     module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
     module[0].requires_grad_(False)
     return module
+
+
+def test_no_optimiser_fits_a_module_whose_parameters_are_all_frozen():
+    frozen = module_optimisee(nn.Flatten, lambda: nn.Linear(IMAGES.train_inputs[0].numel(), 3).requires_grad_(False))
+    with pytest.raises(UserError, match="expected one dtype, found no parameters; let some require a gradient"):
+        config.fitting(optimisers.make("coordinatewise", hidden_size=3), [frozen])
 
 
 @pytest.mark.parametrize("unroll", ["taped", "higher"])
