@@ -104,6 +104,8 @@ def loss_curves(
 ) -> list[Path]:
     """Draws training and test loss against the step, log axes, mean and 95 % band for each optimiser.
 
+    A curve that rises above the loss before the first step leaves the picture there, so that the others stay apart.
+
     Args:
         bands: from `read`.
         folder: gets `loss-curves.png` and `loss-curves.svg`.
@@ -296,8 +298,15 @@ def _panel(panel: Axes, bands: Mapping[tuple[str, str], Band], breaks: Sequence[
         )
     for step in breaks:
         panel.axvline(step, color="black", linewidth=0.5, alpha=0.35, linestyle=(0, (1, 3)))
-    panel.set(xscale="log", yscale="log", xlabel="step")
+    panel.set(xscale="log", yscale="log", xlabel="step", ylim=_limits(list(bands.values())))
     panel.grid(True, which="major", linewidth=0.4, alpha=0.5)
+
+
+def _limits(bands: Sequence[Band]) -> tuple[float, float] | None:
+    """From below the lowest mean to the highest at step 0, if one rises above that; None: as the curves need."""
+    means = np.concatenate([band.mean[np.isfinite(band.mean)] for band in bands])
+    start = max((float(band.mean[0]) for band in bands if band.steps[0] == 0), default=math.inf)
+    return (float(means.min()) / 2, start) if math.isfinite(start) and means.max() > start else None
 
 
 def _cut(band: Band, breaks: Sequence[int]) -> Band:

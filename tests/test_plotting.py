@@ -60,3 +60,14 @@ def test_a_baselines_line_is_cut_after_each_horizon():
     cut = plotting._cut(band, [10, 100])
     assert np.isnan(cut.steps).tolist() == [False, False, True, False, False, True]
     assert cut.mean[~np.isnan(cut.mean)].tolist() == [1, 10, 20, 100]
+
+
+def test_a_curve_that_rises_above_the_first_loss_leaves_the_picture():
+    steps = np.array([0, 1, 10])
+    low, high = (plotting.Band(steps, mean, mean, mean) for mean in (np.array([4.0, 2, 1]), np.array([4.0, 1e5, 2])))
+    assert plotting._limits([low]) is None
+    assert plotting._limits([low, high]) == (0.5, 4.0)
+    diverged = high._replace(mean=np.array([4.0, np.nan, np.inf]))
+    assert plotting._limits([low, diverged]) is None
+    late = high._replace(steps=np.array([1, 10, 100]))
+    assert plotting._limits([late]) is None
