@@ -136,12 +136,17 @@ def test_an_interruption_ends_in_a_line_and_code_130(tmp_path):
     config = tmp_path / "c.toml"
     config.write_text('optimisee = "quadratic"\noptimiser = "torch.optim.SGD"\n')
     command = [sys.executable, "-m", "l2lopt", "train", config, "--run", tmp_path / "run", *sets(changes)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while not (tmp_path / "run" / "metrics.jsonl").exists():
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        signal.signal(signal.SIGINT, before)
+        try:
+            while not (tmp_path / "run" / "metrics.jsonl").exists():
+                assert process.poll() is None
+                time.sleep(0.05)
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert (process.returncode, err) == (130, "l2lopt: stopped\n")
 
 
