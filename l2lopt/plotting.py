@@ -4,7 +4,7 @@ import csv
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -298,15 +298,15 @@ def _panel(panel: Axes, bands: Mapping[tuple[str, str], Band], breaks: Sequence[
         )
     for step in breaks:
         panel.axvline(step, color="black", linewidth=0.5, alpha=0.35, linestyle=(0, (1, 3)))
-    panel.set(xscale="log", yscale="log", xlabel="step", ylim=_limits(list(bands.values())))
+    panel.set(xscale="log", yscale="log", xlabel="step", ylim=_limits(bands.values()))
     panel.grid(True, which="major", linewidth=0.4, alpha=0.5)
 
 
-def _limits(bands: Sequence[Band]) -> tuple[float, float] | None:
-    """From below the lowest mean to the highest at step 0, if one rises above that; None: as the curves need."""
-    means = np.concatenate([band.mean[np.isfinite(band.mean)] for band in bands])
-    start = max((float(band.mean[0]) for band in bands if band.steps[0] == 0), default=math.inf)
-    return (float(means.min()) / 2, start) if math.isfinite(start) and means.max() > start else None
+def _limits(bands: Collection[Band]) -> tuple[float, float] | None:
+    """From below the lowest mean up to the loss at step 0, where means lie on both sides of it; None: as they need."""
+    start = max((float(band.mean[0]) for band in bands if band.steps[0] == 0), default=math.nan)
+    means = np.concatenate([band.mean[(band.steps > 0) & np.isfinite(band.mean) & (band.mean > 0)] for band in bands])
+    return (float(means.min()) / 2, start) if means.size and means.min() < start < means.max() else None
 
 
 def _cut(band: Band, breaks: Sequence[int]) -> Band:

@@ -63,11 +63,19 @@ def test_a_baselines_line_is_cut_after_each_horizon():
 
 
 def test_a_curve_that_rises_above_the_first_loss_leaves_the_picture():
-    steps = np.array([0, 1, 10])
-    low, high = (plotting.Band(steps, mean, mean, mean) for mean in (np.array([4.0, 2, 1]), np.array([4.0, 1e5, 2])))
-    assert plotting._limits([low]) is None
-    assert plotting._limits([low, high]) == (0.5, 4.0)
-    diverged = high._replace(mean=np.array([4.0, np.nan, np.inf]))
-    assert plotting._limits([low, diverged]) is None
-    late = high._replace(steps=np.array([1, 10, 100]))
-    assert plotting._limits([late]) is None
+    def top(*curves, steps=(0, 1, 10)):
+        bands = {
+            (str(k), "learned"): plotting.Band(np.array(steps), *[np.array(one)] * 3) for k, one in enumerate(curves)
+        }
+        figure, panel = plotting.plt.subplots()
+        plotting._panel(panel, bands, ())
+        plotting.plt.close(figure)
+        return panel.get_ylim()[1]
+
+    low, high = [4.0, 2.0, 1.0], [4.0, 1e5, 2.0]
+    assert top(low, high) == 4.0
+    assert top(low, [4.0, 1e5, 0.0]) == 4.0  # a logarithm's axis has no zero
+    assert top(low) == pytest.approx(2.0, rel=0.1)  # step 0 is not drawn
+    assert top([4.0, 9.0, 5.0]) > 9.0  # or nothing would be left
+    assert top(low, [4.0, np.nan, np.inf]) < 4.0
+    assert top(low, high, steps=(1, 10, 100)) > 1e5
