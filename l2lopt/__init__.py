@@ -8,30 +8,30 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from l2lopt.errors import UserError
-    from l2lopt.experiments import demo, evaluate, meta_train, plot, publish, sample, train
-    from l2lopt.hub import pull, push
-    from l2lopt.studies import reproduce
-    from l2lopt.torch_optim import LearnedOptimizer
-    from l2lopt.weights import list_weights, load, save
+    from l2lopt.core.errors import UserError
+    from l2lopt.experiments.comparison_study import reproduce
+    from l2lopt.experiments.runs import demo, evaluate, meta_train, plot, publish, sample, train
+    from l2lopt.torch_optim.learned_optimizer import LearnedOptimizer
+    from l2lopt.weights.files import list_weights, load, save
+    from l2lopt.weights.hub import pull, push
 
 _HOME = {
     "LearnedOptimizer": "torch_optim",
-    "UserError": "errors",
-    "demo": "experiments",
-    "evaluate": "experiments",
-    "list_weights": "weights",
-    "load": "weights",
-    "meta_train": "experiments",
-    "paint": "experiments",
-    "plot": "experiments",
-    "publish": "experiments",
-    "pull": "hub",
-    "push": "hub",
-    "reproduce": "studies",
-    "sample": "experiments",
-    "save": "weights",
-    "train": "experiments",
+    "UserError": "core.errors",
+    "demo": "experiments.runs",
+    "evaluate": "experiments.runs",
+    "list_weights": "weights.files",
+    "load": "weights.files",
+    "meta_train": "experiments.runs",
+    "paint": "experiments.runs",
+    "plot": "experiments.runs",
+    "publish": "experiments.runs",
+    "pull": "weights.hub",
+    "push": "weights.hub",
+    "reproduce": "experiments.comparison_study",
+    "sample": "experiments.runs",
+    "save": "weights.files",
+    "train": "experiments.runs",
 }
 
 

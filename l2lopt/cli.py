@@ -16,11 +16,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from l2lopt.errors import UserError
+from l2lopt.core.errors import UserError
 
 if TYPE_CHECKING:
-    from l2lopt.evaluation import Evaluation
-    from l2lopt.types import Report
+    from l2lopt.core.types import Report
+    from l2lopt.evaluation.comparison import Evaluation
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -57,7 +57,7 @@ Resume = Annotated[bool, typer.Option("--resume", help="Go on where an interrupt
 @app.command()
 def demo(run: Run = None, changes: Set = None, seed: Seed = None, device: Device = None) -> None:
     """Meta-train an optimiser on 8×8 digits, compare it with tuned baselines, draw the curves (about three minutes)."""
-    from l2lopt import experiments
+    from l2lopt.experiments import runs as experiments
 
     folder = run or Path("runs/demo")
     with _progress() as report:
@@ -78,7 +78,7 @@ def meta_train(
     resume: Resume = False,
 ) -> None:
     """Meta-train the optimiser that CONFIG describes; the run's folder is runs/<name of the config> by default."""
-    from l2lopt import experiments
+    from l2lopt.experiments import runs as experiments
 
     folder = run or Path("runs") / config.stem
     with _progress() as report:
@@ -96,7 +96,7 @@ def meta_train(
 @app.command()
 def evaluate(runs: Runs, changes: Set = None, seed: Seed = None, device: Device = None, data: Data = None) -> None:
     """Compare the learned optimisers of one or more runs with tuned baselines on the same fresh problems."""
-    from l2lopt import experiments
+    from l2lopt.experiments import runs as experiments
 
     with _progress() as report:
         result = experiments.evaluate(*runs, changes=_changes(changes, seed, device), report=report)
@@ -116,7 +116,7 @@ def train(
     resume: Resume = False,
 ) -> None:
     """Train the optimisee that CONFIG describes with any optimiser; by default in runs/<name of the config>."""
-    from l2lopt import experiments
+    from l2lopt.experiments import runs as experiments
 
     folder = run or Path("runs") / config.stem
     with _progress() as report:
@@ -148,7 +148,7 @@ def sample(
     seed: Annotated[int, typer.Option("--seed", help="Of the draws.")] = 0,
 ) -> None:
     """Go on with a text by a trained language model, or paint images by a trained DRAW."""
-    from l2lopt import experiments
+    from l2lopt.experiments import runs as experiments
 
     if experiments.paints(run):
         _left(experiments.paint(run, count, seed))
@@ -160,7 +160,7 @@ def sample(
 @app.command()
 def plot(runs: Runs) -> None:
     """Draw the loss curves of evaluated runs, and the training curves of trained ones."""
-    from l2lopt import experiments
+    from l2lopt.experiments import runs as experiments
 
     _left(experiments.plot(*runs))
 
@@ -170,7 +170,7 @@ def weights(
     which: Annotated[str | None, typer.Argument(metavar="NAME", help="One of them, or a file.")] = None,
 ) -> None:
     """List the learned optimisers that come with the package, or show what is known of one."""
-    from l2lopt import weights as files
+    from l2lopt.weights import files
 
     names = files.list_weights() if which is None else [which]
     for name in names:
@@ -207,11 +207,13 @@ def reproduce(
     jobs: Annotated[int, typer.Option("--jobs", min=1, help="Pieces made at the same time.")] = 1,
 ) -> None:
     """Make a study's table and figures: many optimisers, meta-seeds and problems; goes on where it was stopped."""
-    from l2lopt import studies
+    from l2lopt.experiments import comparison_study
 
     folder = run or Path("runs") / study.stem
     with _progress() as report:
-        paths = studies.reproduce(study, folder, changes=_changes(changes, None, device), jobs=jobs, report=report)
+        paths = comparison_study.reproduce(
+            study, folder, changes=_changes(changes, None, device), jobs=jobs, report=report
+        )
     console.print(paths[0].read_text(encoding="utf-8"), markup=False, highlight=False, soft_wrap=True)
     _left(paths)
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.func import vmap
 from torch.utils import _pytree as pytree
 
-from l2lopt.errors import UserError
-from l2lopt.types import Aux, Batch, Layout, Loss, ModuleLoss, ModuleParts, Params, stack
+from l2lopt.core.errors import UserError
+from l2lopt.core.types import Aux, Batch, Layout, Loss, ModuleLoss, ModuleParts, Params, stack
 
 Split: TypeAlias = Literal["train", "inner", "heldout", "test"]
 """`train`: the training samples. `inner` and `heldout`: the same samples shared out anew by each seed, for

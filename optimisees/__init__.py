@@ -3,18 +3,18 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from l2lopt import tables
+from l2lopt.core import registry
 from l2lopt.optimisee import Optimisee
-from optimisees.convnet import convnet
-from optimisees.datasets import InMemory, digits
-from optimisees.draw import Draw
-from optimisees.language_model import LanguageModel
-from optimisees.mlp import mlp
+from optimisees.classifiers.convnet import convnet
+from optimisees.classifiers.mlp import mlp
+from optimisees.classifiers.resnet import resnet
+from optimisees.data.datasets import InMemory, digits
+from optimisees.draw.model import Draw
+from optimisees.labelling.sequence_labelling import SequenceLabelling
+from optimisees.language.language_model import LanguageModel
+from optimisees.metric.sequence_metric import SequenceMetric
 from optimisees.module import ModuleOptimisee
 from optimisees.quadratic import Quadratic
-from optimisees.resnet import resnet
-from optimisees.sequence_labelling import SequenceLabelling
-from optimisees.sequence_metric import SequenceMetric
 
 OPTIMISEES: Mapping[str, Callable[..., Optimisee]] = {
     "draw": Draw,
@@ -30,7 +30,7 @@ OPTIMISEES: Mapping[str, Callable[..., Optimisee]] = {
 
 def make(name: str, **options: Any) -> Optimisee:
     """The optimisee called `name`; an unknown name or option is a `UserError` that lists the known ones."""
-    optimisee: Optimisee = tables.make(OPTIMISEES, "optimisee", name, **options)
+    optimisee: Optimisee = registry.make(OPTIMISEES, "optimisee", name, **options)
     return optimisee
 
 

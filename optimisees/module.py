@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from l2lopt.errors import UserError, above_0
+from l2lopt.core.errors import UserError, above_0
+from l2lopt.core.types import Aux, Batch, ModuleParts, Params, generator, seed_of, seeded
 from l2lopt.optimisee import Optimisee, Split
-from l2lopt.types import Aux, Batch, ModuleParts, Params, generator, seed_of, seeded
-from optimisees.datasets import InMemory, digest
-from optimisees.sampling import Sampling
+from optimisees.data.datasets import InMemory, digest
+from optimisees.data.sampling import Sampling
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 _STOCHASTIC = (nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)

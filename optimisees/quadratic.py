@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from l2lopt.errors import UserError
+from l2lopt.core.errors import UserError
+from l2lopt.core.types import Aux, Batch, Params, generator
 from l2lopt.optimisee import Optimisee, Split
-from l2lopt.types import Aux, Batch, Params, generator
 
 
 class Quadratic(Optimisee):

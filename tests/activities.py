@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from optimisees import har
+from optimisees.data import har
 
 LEFT_OUT = (2, 9)
 """Subjects that the tests keep for testing; neither is all of a part of the files."""

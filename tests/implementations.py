@@ -17,10 +17,10 @@ from activities import LEFT_OUT, some_windows
 from PIL import Image
 from torch import Tensor, nn
 
-from l2lopt import cells, optimisers, unrolls
+from l2lopt import cells, estimators, optimisers
+from l2lopt.core.types import Carry, Layout, Step, Target
 from l2lopt.optimisee import batch_rows, flat_loss, init_rows
 from l2lopt.optimisers import inputs, rules
-from l2lopt.types import Carry, Layout, Step, Target
 from optimisees import (
     Draw,
     InMemory,
@@ -33,8 +33,8 @@ from optimisees import (
     mlp,
     resnet,
 )
-from optimisees.labelled import Labelled, Sequences, by_position
-from optimisees.text import EOS, Corpus, Vocabulary
+from optimisees.data.text import EOS, Corpus, Vocabulary
+from optimisees.labelling.labelled import Labelled, Sequences, by_position
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -186,23 +186,23 @@ FOLDED = {
 """Label → the cells for which there are fast twins."""
 
 EXACT_UNROLLS = {
-    "taped, first order": (1, partial(unrolls.Taped, 1)),
-    "taped, second order": (2, partial(unrolls.Taped, 2)),
+    "taped, first order": (1, partial(estimators.Taped, 1)),
+    "taped, second order": (2, partial(estimators.Taped, 2)),
 }
 """Label → (order, factory) of the unrolls that give the exact meta-gradient of that order."""
 ESTIMATORS = {
-    "es": partial(unrolls.EvolutionStrategies, 2),
-    "pes": partial(unrolls.EvolutionStrategies, 2, persistent=True),
+    "es": partial(estimators.EvolutionStrategies, 2),
+    "pes": partial(estimators.EvolutionStrategies, 2, persistent=True),
 }
 """Label → factory of the unrolls that give a random estimate."""
 BLOCKWISE = {
-    "blockwise": unrolls.Blockwise,
-    "blockwise in small blocks": partial(unrolls.Blockwise, block=7),
-    "blockwise, spilt": partial(unrolls.Blockwise, block=7, spill=tempfile.gettempdir()),
+    "blockwise": estimators.Blockwise,
+    "blockwise in small blocks": partial(estimators.Blockwise, block=7),
+    "blockwise, spilt": partial(estimators.Blockwise, block=7, spill=tempfile.gettempdir()),
 }
 """Label → factory of those that are exact in first order but for the slope of statistics over a tensor."""
 UNROLLS = {label: make for label, (_, make) in EXACT_UNROLLS.items()} | BLOCKWISE
-MODULE_UNROLLS = {"higher": (2, unrolls.Higher)}
+MODULE_UNROLLS = {"higher": (2, estimators.Higher)}
 """Likewise, of those that take single runs of a loss that knows its module, and refuse the rest."""
 
 IMAGES = InMemory(normal(22, 2, 3, 3, seed=1), torch.arange(22) % 3, normal(9, 2, 3, 3, seed=2), torch.arange(9) % 3)

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.func import functional_call, grad, vmap
 from torch.utils import _pytree as pytree
 
+from l2lopt.core.types import Carry, Layout, stack
 from l2lopt.optimisee import Optimisee, batch_rows, evaluate_rows, flat_loss, init_rows
-from l2lopt.types import Carry, Layout, stack
 
 
 def assert_close(actual: Any, expected: Any, tolerance: float = 1e-12) -> None:

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from l2lopt import cli
-from l2lopt import config as configs
+from l2lopt.experiments import config as configs
 
 from test_experiments import SMALL  # isort: skip
 

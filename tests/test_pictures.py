@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from l2lopt.pictures import animation, growth
+from optimisees.draw.pictures import animation, growth
 
 INK, GAP = (255, 70, 60), 2
 

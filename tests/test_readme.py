@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FILES = ("README.md", "l2lopt/cells/README.md", "l2lopt/INTEGRATIONS.md")
+FILES = ("README.md", "l2lopt/cells/README.md", "l2lopt/torch_optim/INTEGRATIONS.md")
 LIGHTNINGS = [  # its own use of what others have deprecated
     r"ignore:`isinstance\(treespec, LeafSpec\)`:FutureWarning",
 ]
@@ -33,7 +33,7 @@ def test_the_blocks_run(file, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("code", blocks("l2lopt/INTEGRATIONS.md", "python torchrun"))
+@pytest.mark.parametrize("code", blocks("l2lopt/torch_optim/INTEGRATIONS.md", "python torchrun"))
 def test_the_blocks_for_two_processes_run(code, tmp_path):
     (tmp_path / "example.py").write_text(code, encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "example.py"]

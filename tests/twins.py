@@ -6,8 +6,8 @@ from implementations import FOLDED, INPUTS, RULES, normal, seeded
 from torch import nn
 
 from l2lopt import cells, optimisers
+from l2lopt.core.types import Layout, OptimiserState, Window
 from l2lopt.optimisers import Coordinatewise
-from l2lopt.types import Layout, OptimiserState, Window
 
 BAD = float("nan"), float("inf"), -float("inf"), 1e200
 

@@ -6,7 +6,6 @@ The equations, the counts of parameters and what the papers print otherwise: `RE
 from collections.abc import Callable
 from typing import Any
 
-from l2lopt import tables
 from l2lopt.cells.cell import Cell, CellState
 from l2lopt.cells.coupled_gru import CoupledGRU
 from l2lopt.cells.fastgrnn import FastGRNN, FastGRNNCore
@@ -18,7 +17,8 @@ from l2lopt.cells.rnn import RNN
 from l2lopt.cells.sru import SRU, SRUCore
 from l2lopt.cells.stacked import Stacked
 from l2lopt.cells.t_lstm import TLSTM, TLSTMCore
-from l2lopt.tables import Choice
+from l2lopt.core import registry
+from l2lopt.core.registry import Choice
 
 
 def stacked(input_size: int, hidden_size: int, cell: Choice = "lstm", layers: int = 2) -> Stacked:
@@ -53,13 +53,13 @@ PAIR_CELLS: dict[str, Callable[..., Cell]] = {"coupled-gru": CoupledGRU}
 def make(name: str, input_size: int, hidden_size: int, **options: Any) -> Cell:
     """The cell called `name`; an unknown name or option is a `UserError` that lists the known ones."""
     table = CELLS | PAIR_CELLS
-    cell: Cell = tables.make(table, "cell", name, input_size=input_size, hidden_size=hidden_size, **options)
+    cell: Cell = registry.make(table, "cell", name, input_size=input_size, hidden_size=hidden_size, **options)
     return cell
 
 
 def build(choice: Choice, input_size: int, hidden_size: int) -> Cell:
     """The cell of a choice: a name in `CELLS`, or a mapping of name and options."""
-    cell: Cell = tables.build(CELLS, "cell", choice, input_size=input_size, hidden_size=hidden_size)
+    cell: Cell = registry.build(CELLS, "cell", choice, input_size=input_size, hidden_size=hidden_size)
     return cell
 
 

@@ -7,7 +7,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from l2lopt.errors import UserError
+from l2lopt.core.errors import UserError
 
 CellState: TypeAlias = dict[str, Tensor]
 """Name → [size, ...]: what the cell hands from one time step to the next."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from l2lopt.cells.cell import Cell, CellState, affine, uniform
 from l2lopt.cells.gru import reset_after
-from l2lopt.errors import UserError
+from l2lopt.core.errors import UserError
 
 
 class CoupledGRU(Cell):

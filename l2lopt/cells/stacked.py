@@ -6,7 +6,7 @@ from itertools import pairwise
 from torch import Tensor, nn
 
 from l2lopt.cells.cell import Cell, CellState
-from l2lopt.errors import UserError
+from l2lopt.core.errors import UserError
 
 
 class Stacked(Cell):

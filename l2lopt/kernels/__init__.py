@@ -3,15 +3,15 @@
 import logging
 from functools import partial
 
-from l2lopt.errors import UserError, did_you_mean
+from l2lopt.core.errors import UserError, did_you_mean
+from l2lopt.core.types import BlockUpdate, Pull, Replay, Update
+from l2lopt.estimators.blockwise import taped_pull
 from l2lopt.kernels import triton
-from l2lopt.kernels.cpu import CPU, refusal
-from l2lopt.kernels.replay import can_pull, pull, refusal_to_replay, replay
-from l2lopt.kernels.twin import Twin
-from l2lopt.kernels.workspace import Workspace
+from l2lopt.kernels.cpu.replay import can_pull, pull, refusal_to_replay, replay
+from l2lopt.kernels.cpu.step import CPU, refusal
+from l2lopt.kernels.cpu.workspace import Workspace
+from l2lopt.kernels.fused import Twin
 from l2lopt.optimisers import Coordinatewise, Optimiser
-from l2lopt.types import BlockUpdate, Pull, Replay, Update
-from l2lopt.unrolls.blockwise import taped_pull
 
 BACKENDS = ("auto", "reference", "cpu", "triton")
 choices: set[tuple[str, str | None]] = set()
@@ -85,7 +85,7 @@ def _of_its_device(optimiser: Optimiser) -> str:
 
 
 def _triton(optimiser: Coordinatewise) -> Twin:
-    from l2lopt.kernels.triton.twin import Triton  # imports Triton itself, which not every machine has
+    from l2lopt.kernels.triton.step import Triton  # imports Triton itself, which not every machine has
 
     return Triton(optimiser)
 

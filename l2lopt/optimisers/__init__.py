@@ -3,14 +3,14 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from l2lopt import tables
+from l2lopt.core import registry
+from l2lopt.core.registry import Choice
+from l2lopt.optimisers.base import Optimiser
 from l2lopt.optimisers.coordinatewise import Coordinatewise, coordinatewise
-from l2lopt.optimisers.handmade import SGD, AdamW, Momentum, adam
+from l2lopt.optimisers.hand_designed import SGD, AdamW, Momentum, adam
 from l2lopt.optimisers.inputs import INPUTS, Input
 from l2lopt.optimisers.normalised_adam import NormalisedAdam
-from l2lopt.optimisers.optimiser import Optimiser
 from l2lopt.optimisers.rules import RULES, UpdateRule
-from l2lopt.tables import Choice
 
 LEARNED: Mapping[str, Callable[..., Optimiser]] = {"coordinatewise": coordinatewise}
 HANDMADE: Mapping[str, Callable[..., Optimiser]] = {
@@ -30,7 +30,7 @@ def make(name: str, **options: Any) -> Optimiser:
 
 def build(choice: Choice, table: Mapping[str, Callable[..., Optimiser]] = OPTIMISERS, **extra: Any) -> Optimiser:
     """The optimiser of a choice (a name, or a mapping of name and options) from a table, knowing its description."""
-    optimiser: Optimiser = tables.build(table, "optimiser", choice, **extra)
+    optimiser: Optimiser = registry.build(table, "optimiser", choice, **extra)
     optimiser.description = ({"name": choice} if isinstance(choice, str) else dict(choice)) | extra
     return optimiser
 

@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from l2lopt import cells, tables
+from l2lopt import cells
 from l2lopt.cells.cell import Cell, affine
-from l2lopt.errors import UserError
+from l2lopt.core import registry
+from l2lopt.core.errors import UserError
+from l2lopt.core.registry import Choice
+from l2lopt.core.types import Layout, OptimiserState, Params, seeded
+from l2lopt.optimisers.base import Optimiser, blank, first_step
 from l2lopt.optimisers.inputs import INPUTS, Input, Sight
-from l2lopt.optimisers.optimiser import Optimiser, blank, first_step
 from l2lopt.optimisers.rules import RULES, UpdateRule, given, root_mean_square, spread
-from l2lopt.tables import Choice
-from l2lopt.types import Layout, OptimiserState, Params, seeded
 
 
 class Coordinatewise(Optimiser):
@@ -134,7 +135,7 @@ def coordinatewise(
         raise UserError("inputs", expected="each at most once", found=", ".join(names), remedy="drop the repeated one")
     with seeded(seed):
         built: dict[str, Any] = {
-            name: tables.build(INPUTS, "input", item) for name, item in zip(names, inputs, strict=True)
+            name: registry.build(INPUTS, "input", item) for name, item in zip(names, inputs, strict=True)
         }
         network = cells.build(cell, hidden_size, hidden_size)
-        return Coordinatewise(built, network, tables.build(RULES, "rule", rule), head_scale)
+        return Coordinatewise(built, network, registry.build(RULES, "rule", rule), head_scale)

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from l2lopt.errors import UserError, above_0
-from l2lopt.optimisers.handmade import share, two_shares, unbias
-from l2lopt.types import Params
+from l2lopt.core.errors import UserError, above_0
+from l2lopt.core.types import Params
+from l2lopt.optimisers.hand_designed import share, two_shares, unbias
 
 
 class Sight(NamedTuple):

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from l2lopt.errors import above_0, at_least_0
-from l2lopt.optimisers.handmade import Rate, positive, rows
+from l2lopt.core.errors import above_0, at_least_0
+from l2lopt.core.types import Layout, OptimiserState, Params
+from l2lopt.optimisers.base import Optimiser, blank, first_step
+from l2lopt.optimisers.hand_designed import Rate, positive, rows
 from l2lopt.optimisers.inputs import RNNprop, Sight
-from l2lopt.optimisers.optimiser import Optimiser, blank, first_step
 from l2lopt.optimisers.rules import root_mean_square, spread
-from l2lopt.types import Layout, OptimiserState, Params
 
 
 class NormalisedAdam(Optimiser):

@@ -7,9 +7,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from l2lopt.errors import above_0, at_least_0
+from l2lopt.core.errors import above_0, at_least_0
+from l2lopt.core.types import Layout, Params
 from l2lopt.optimisers.inputs import Sight
-from l2lopt.types import Layout, Params
 
 Measure: TypeAlias = Callable[[Tensor], Tensor]
 """[*batch, n] → the rule's statistic of the tensor that each coordinate lies in, [*batch, n]."""

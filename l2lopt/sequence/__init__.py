@@ -5,9 +5,9 @@
 
 from collections.abc import Mapping
 
-from l2lopt import tables
 from l2lopt.cells import CELLS, PAIR_CELLS
-from l2lopt.errors import UserError
+from l2lopt.core import registry
+from l2lopt.core.errors import UserError
 from l2lopt.sequence.backends import backend, run
 from l2lopt.sequence.deep_bidirectional_gru import deep_bidirectional_gru
 from l2lopt.sequence.masks import Masks
@@ -17,7 +17,7 @@ from l2lopt.sequence.torch_weights import CONVERSIONS, from_torch
 
 
 def make(
-    cell: tables.Choice,
+    cell: registry.Choice,
     input_size: int,
     hidden_size: int,
     num_layers: int = 1,
@@ -53,7 +53,7 @@ def make(
     sizes = [hidden_size] * (num_layers - 1) + [hidden_size if output_size is None else output_size]
     below = [input_size] + [directions * size for size in sizes[:-1]]
     layers = [
-        [tables.build(CELLS | PAIR_CELLS, "cell", cell, input_size=n, hidden_size=m) for _ in range(directions)]
+        [registry.build(CELLS | PAIR_CELLS, "cell", cell, input_size=n, hidden_size=m) for _ in range(directions)]
         for n, m in zip(below, sizes, strict=True)
     ]
     return Stack(layers, dropout=dropout, weight_drop=weight_drop, batch_first=batch_first, backend=backend)

@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 from torch.nn.utils.parametrize import is_parametrized
 
 from l2lopt.cells import LSTM, Cell, CellState, Stacked
-from l2lopt.errors import UserError, did_you_mean
+from l2lopt.core.errors import UserError, did_you_mean
 from l2lopt.sequence import by_hand, graphed, loop, torch_lstm
 
 BACKENDS = ("auto", "fast", "loop")

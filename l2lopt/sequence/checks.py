@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from l2lopt.cells import Cell
-from l2lopt.errors import UserError
+from l2lopt.core.errors import UserError
 
 
 def width(layer: Sequence[Cell]) -> int:

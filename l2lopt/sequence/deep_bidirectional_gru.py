@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from l2lopt import cells
-from l2lopt.errors import UserError
+from l2lopt.core.errors import UserError
 from l2lopt.sequence.stack import Stack
 
 

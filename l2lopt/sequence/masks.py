@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from l2lopt.cells import Cell
-from l2lopt.errors import UserError, did_you_mean
+from l2lopt.core.errors import UserError, did_you_mean
 
 Masks: TypeAlias = dict[str, Tensor]
 """`"0.1.weight_h"` (layer, direction, weight) or `"dropout.0"` (the layer it follows) → mask; all are optional."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from l2lopt.errors import UserError
+from l2lopt.core.errors import UserError
 
 Lengths: TypeAlias = Sequence[int] | Tensor
 

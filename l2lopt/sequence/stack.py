@@ -9,7 +9,7 @@ from torch.func import functional_call
 from torch.nn.utils.rnn import PackedSequence
 
 from l2lopt.cells import Cell
-from l2lopt.errors import UserError
+from l2lopt.core.errors import UserError
 from l2lopt.sequence import masks as m
 from l2lopt.sequence.backends import Direction, backend, check_backend
 from l2lopt.sequence.checks import check_input, check_layers, width

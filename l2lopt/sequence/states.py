@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from l2lopt.cells import CellState
-from l2lopt.errors import UserError
+from l2lopt.core.errors import UserError
 
 StackState: TypeAlias = Tensor | tuple[Tensor, Tensor] | Sequence[Mapping[str, Tensor]]
 

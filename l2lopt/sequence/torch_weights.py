@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from l2lopt import cells
 from l2lopt.cells import Cell
-from l2lopt.errors import UserError
+from l2lopt.core.errors import UserError
 from l2lopt.sequence.stack import Stack
 
 CONVERSIONS: dict[type[nn.RNNBase], Callable[[nn.RNNBase, dict[str, Tensor]], Cell]] = {}

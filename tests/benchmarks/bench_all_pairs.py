@@ -11,9 +11,9 @@ import time
 
 import torch
 
-from l2lopt.threads import cpu_threads
+from l2lopt.parallel.threads import cpu_threads
 from optimisees import SequenceMetric
-from optimisees.har import CHANNELS, STEPS, Windows
+from optimisees.data.har import CHANNELS, STEPS, Windows
 
 
 def model_of(encoder: str, windows: int, hidden: int) -> SequenceMetric:

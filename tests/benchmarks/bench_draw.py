@@ -17,8 +17,8 @@ import torch
 from bench_language_model import Run, seconds
 
 from l2lopt import sequence
-from l2lopt.config import TrainConfig, load, shipped
-from l2lopt.threads import cpu_threads
+from l2lopt.experiments.config import TrainConfig, load, shipped
+from l2lopt.parallel.threads import cpu_threads
 from optimisees import Draw, InMemory
 
 SIZES = {

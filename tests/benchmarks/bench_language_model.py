@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from l2lopt.core.types import Params
+from l2lopt.parallel.threads import cpu_threads
 from l2lopt.sequence import Stack
-from l2lopt.threads import cpu_threads
-from l2lopt.types import Params
 from optimisees import LanguageModel
-from optimisees.text import EOS, Corpus, Vocabulary
+from optimisees.data.text import EOS, Corpus, Vocabulary
 
 SIZES = {"400, 1150 × 3": (400, 1150, 3), "650, 650 × 2": (650, 650, 2), "200, 200 × 2": (200, 200, 2)}
 CELLS = ("lstm", "ihc-lstm", "gru", "irc-gru")

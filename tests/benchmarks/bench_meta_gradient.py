@@ -13,8 +13,8 @@ from statistics import median
 
 import torch
 
-from l2lopt import kernels, optimisers, unrolls
-from l2lopt.types import Carry, Layout, Step, Target
+from l2lopt import estimators, kernels, optimisers
+from l2lopt.core.types import Carry, Layout, Step, Target
 
 
 def problem(coordinates, steps, rule="additive", inputs=("log-and-sign",), cell="lstm", dtype=torch.float32):
@@ -41,7 +41,7 @@ def problem(coordinates, steps, rule="additive", inputs=("log-and-sign",), cell=
 
 def unroll_of(name):
     record = "bfloat16" if name.endswith("bfloat16") else "full"
-    return unrolls.make("taped") if name == "taped" else unrolls.make("blockwise", record=record)
+    return estimators.make("taped") if name == "taped" else estimators.make("blockwise", record=record)
 
 
 def measured(name, coordinates, steps, repeats, **options):

@@ -11,9 +11,9 @@ import time
 
 import torch
 
-from l2lopt import config as configs
-from l2lopt.meta_training import meta_train
-from l2lopt.threads import cpu_threads
+from l2lopt.experiments import config as configs
+from l2lopt.parallel.threads import cpu_threads
+from l2lopt.training.meta_train import meta_train
 
 
 class Timed:

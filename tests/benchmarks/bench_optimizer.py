@@ -13,8 +13,8 @@ from bench_step import Run, measure
 from torch import nn
 
 from l2lopt import LearnedOptimizer, optimisers
-from l2lopt.threads import cpu_threads
-from l2lopt.types import Layout
+from l2lopt.core.types import Layout
+from l2lopt.parallel.threads import cpu_threads
 
 RULES: dict[str, dict[str, Any]] = {
     "the library's recipe": {},

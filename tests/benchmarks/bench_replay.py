@@ -15,10 +15,10 @@ from oracles import replayed
 from torch import nn
 
 from l2lopt import cells, optimisers
-from l2lopt.kernels.replay import replay
-from l2lopt.kernels.workspace import Workspace
+from l2lopt.core.types import Layout, OptimiserState, Window
+from l2lopt.kernels.cpu.replay import replay
+from l2lopt.kernels.cpu.workspace import Workspace
 from l2lopt.optimisers import INPUTS
-from l2lopt.types import Layout, OptimiserState, Window
 
 
 def whole_window(optimiser, coordinates, length):

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from PIL import Image
 
+from l2lopt.core.types import Layout
 from l2lopt.optimisee import flat_loss
-from l2lopt.types import Layout
 from optimisees import resnet
 
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from l2lopt import cells
 from l2lopt.cells import Cell, CellState
-from l2lopt.errors import UserError
+from l2lopt.core.errors import UserError
+from l2lopt.parallel.threads import cpu_threads
 from l2lopt.sequence import by_hand, from_torch, loop
 from l2lopt.sequence.by_hand import products
-from l2lopt.threads import cpu_threads
 
 SIZES = ("650,650,35", "650,650,70", "400,1150,70", "1150,1150,70")
 """N, M, T."""

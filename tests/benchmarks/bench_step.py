@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from l2lopt import kernels, optimisers
-from l2lopt.kernels.block import WIDTH
-from l2lopt.threads import cpu_threads, one_each, share_out
-from l2lopt.types import Layout
+from l2lopt.core.types import Layout
+from l2lopt.kernels.cpu.block import WIDTH
+from l2lopt.parallel.threads import cpu_threads, one_each, share_out
 
 CELLS = ("lstm", "ihc-lstm")
 PLAIN: dict[str, Any] = {"inputs": ["log-and-sign"], "rule": "additive"}

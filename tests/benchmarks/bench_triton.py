@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from l2lopt import kernels, optimisers
-from l2lopt.kernels.triton import replay, twin
-from l2lopt.types import Layout, OptimiserState, Window
-from l2lopt.unrolls.blockwise import taped_replay
+from l2lopt.core.types import Layout, OptimiserState, Window
+from l2lopt.estimators.blockwise import taped_replay
+from l2lopt.kernels.triton import replay, step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PART = 2**21
@@ -95,15 +95,15 @@ def main() -> None:
     parser.add_argument("--coordinates", type=int, default=21_282_122)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--width", type=int, default=twin.WIDTH)
-    parser.add_argument("--warps", type=int, default=twin.WARPS)
-    parser.add_argument("--programs", type=int, default=twin.PROGRAMS)
-    parser.add_argument("--precision", default=twin.PRECISION)
+    parser.add_argument("--width", type=int, default=step.WIDTH)
+    parser.add_argument("--warps", type=int, default=step.WARPS)
+    parser.add_argument("--programs", type=int, default=step.PROGRAMS)
+    parser.add_argument("--precision", default=step.PRECISION)
     options = parser.parse_args()
-    twin.WIDTH = replay.WIDTH = options.width
-    twin.PRECISION = replay.PRECISION = options.precision
-    twin.PROGRAMS = options.programs
-    twin.LAUNCH["num_warps"] = options.warps
+    step.WIDTH = replay.WIDTH = options.width
+    step.PRECISION = replay.PRECISION = options.precision
+    step.PROGRAMS = options.programs
+    step.LAUNCH["num_warps"] = options.warps
     torch.manual_seed(0)
     n, T = options.coordinates, options.steps
     layout = layout_of(n)

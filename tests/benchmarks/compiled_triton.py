@@ -15,8 +15,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from l2lopt import optimisers
-from l2lopt.kernels.triton import device, twin
-from l2lopt.kernels.triton.shape import Shape
+from l2lopt.kernels.triton import device, step
+from l2lopt.kernels.triton.packing import Shape
 
 OTHERS = {"tensors": "*i64", "skipped": "*i32", "sums": "*fp64", "starts": "*i64", "sizes": "*i64"}
 NUMBERS = ("n", "stride", "blocks", "total", "T", "slots", "width", "count", "chunks")
@@ -58,9 +58,9 @@ def compiled(kernel, shape, state, width, warps, **constants):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--precision", default=twin.PRECISION)
-    parser.add_argument("--width", type=int, default=twin.WIDTH)
-    parser.add_argument("--warps", type=int, default=twin.WARPS)
+    parser.add_argument("--precision", default=step.PRECISION)
+    parser.add_argument("--width", type=int, default=step.WIDTH)
+    parser.add_argument("--warps", type=int, default=step.WARPS)
     options = parser.parse_args()
     for cell in ("lstm", "ihc-lstm"):
         for rule in ("direction-and-magnitude", "gated"):

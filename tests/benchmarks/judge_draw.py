@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from l2lopt import store, training
-from l2lopt.config import TrainConfig, build_training, load
-from l2lopt.training import Trained, TrainSettings
-from l2lopt.types import Params
+from l2lopt.core.types import Params
+from l2lopt.experiments.config import TrainConfig, build_training, load
+from l2lopt.storage import tensor_file
+from l2lopt.training import train as training
+from l2lopt.training.train import Trained, TrainSettings
 from optimisees import Draw, ModuleOptimisee, convnet
 
 RIGHT = 0.97
@@ -32,7 +33,7 @@ RIGHT = 0.97
 def restored(run: Path) -> tuple[TrainConfig, Draw, Params]:
     """A run's config, its model with data, and its parameters."""
     config = load(run / "config.toml", kind=TrainConfig)
-    _, tensors = store.read(run / "model.safetensors", "l2lopt.model", "a model", "train it first")
+    _, tensors = tensor_file.read(run / "model.safetensors", "l2lopt.model", "a model", "train it first")
     params = {name.removeprefix("params/"): value for name, value in tensors.items() if name.startswith("params/")}
     return config, build_training(config).optimisee, params
 

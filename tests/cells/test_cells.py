@@ -9,7 +9,7 @@ import torch
 from implementations import CELLS, GATE_BIASED, SQUARE, normal, seeded
 
 from l2lopt import cells, optimisers
-from l2lopt.errors import UserError
+from l2lopt.core.errors import UserError
 
 each_cell = pytest.mark.parametrize("cell", [pytest.param(seeded(make()), id=name) for name, make in CELLS.items()])
 

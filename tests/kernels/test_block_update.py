@@ -6,13 +6,13 @@ import torch
 from implementations import LEARNED, OPTIMISERS, each, problem, with_statistics_constant
 
 from l2lopt import kernels, optimisers
-from l2lopt.kernels.replay import can_pull
-from l2lopt.meta_training import Targets, inner_steps
+from l2lopt.core.types import BlockUpdate, Carry, Layout, generator
+from l2lopt.estimators import Blockwise, Taped
+from l2lopt.estimators.blockwise import stratified
+from l2lopt.kernels.cpu.replay import can_pull
 from l2lopt.optimisee import flat_loss
-from l2lopt.threads import cpu_threads
-from l2lopt.types import BlockUpdate, Carry, Layout, generator
-from l2lopt.unrolls import Blockwise, Taped
-from l2lopt.unrolls.blockwise import stratified
+from l2lopt.parallel.threads import cpu_threads
+from l2lopt.training.meta_train import Targets, inner_steps
 from optimisees import mlp
 
 DIRECTION = "coordinatewise direction-and-magnitude"

@@ -14,11 +14,11 @@ from torch.utils import _pytree as pytree
 from twins import problem, reference, rolled
 
 from l2lopt import cells, kernels, optimisers
-from l2lopt.errors import UserError
-from l2lopt.kernels.block import WIDTH
+from l2lopt.core.errors import UserError
+from l2lopt.core.types import Layout
+from l2lopt.kernels.cpu.block import WIDTH
 from l2lopt.optimisers import Coordinatewise, inputs, rules
-from l2lopt.threads import cpu_threads, one_each, share_out
-from l2lopt.types import Layout
+from l2lopt.parallel.threads import cpu_threads, one_each, share_out
 
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-12}
 SIZES = {"none": 0, "one": 1, "few": 31, "block": WIDTH, "block and one": WIDTH + 1, "prime": 40_009}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from l2lopt.unrolls import Taped
+from l2lopt.estimators import Taped
 
 BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "bench_meta_gradient.py"
 COORDINATES, STEPS = 21_282_122, 100

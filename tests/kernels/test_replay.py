@@ -10,11 +10,11 @@ from oracles import replayed
 from twins import learned, window
 
 from l2lopt import cells, optimisers
-from l2lopt.errors import UserError
-from l2lopt.kernels.replay import refusal_to_replay, replay
-from l2lopt.kernels.workspace import Workspace
+from l2lopt.core.errors import UserError
+from l2lopt.core.types import Layout
+from l2lopt.kernels.cpu.replay import refusal_to_replay, replay
+from l2lopt.kernels.cpu.workspace import Workspace
 from l2lopt.optimisers import inputs, rules
-from l2lopt.types import Layout
 
 
 def assert_is_autograds(optimiser, window, tolerance=1e-10):

@@ -18,13 +18,13 @@ from twins import BAD, learned, problem, reference, rolled, split, window
 
 pytest.importorskip("triton")
 
-from l2lopt import kernels, optimisers, unrolls
-from l2lopt.errors import UserError
-from l2lopt.flat_vectors import FlatVector
+from l2lopt import estimators, kernels, optimisers
+from l2lopt.core.errors import UserError
+from l2lopt.core.types import BlockUpdate, Carry, Step, Target, stack
 from l2lopt.kernels import triton
 from l2lopt.kernels.triton.replay import replay
 from l2lopt.optimisers import Coordinatewise
-from l2lopt.types import BlockUpdate, Carry, Step, Target, stack
+from l2lopt.torch_optim.flat_vectors import FlatVector
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # NumPy's, for σ(−100) = 0
 
@@ -217,7 +217,7 @@ def test_an_unroll_has_the_same_meta_gradient(rule, share):
 
     def meta_gradient(backend):
         update = kernels.block_update(optimiser, backend)
-        unroll = unrolls.Blockwise(share=share, block=16)
+        unroll = estimators.Blockwise(share=share, block=16)
         carry = Carry(start, {}, optimiser.init(layout, like=start))
         items = [Step(batch, (Target(batch, 1.0),)) for batch in targets]
         phi = optimiser.phi()

@@ -7,9 +7,9 @@ import pytest
 import torch
 from activities import LEFT_OUT, small_har
 
-from l2lopt.errors import UserError
-from optimisees import har
-from optimisees.activities import activities, signals
+from l2lopt.core.errors import UserError
+from optimisees.data import har
+from optimisees.labelling.activities import activities, signals
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from implementations import normal
 from torch.func import vmap
 
-from l2lopt.errors import UserError
-from optimisees.attention import window
+from l2lopt.core.errors import UserError
+from optimisees.draw.attention import window
 
 
 def numbers(across=0.0, down=0.0, variance=0.01, stride=1.0, intensity=1.0, dtype=torch.float32):

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from l2lopt.errors import UserError
-from optimisees import conll
-from optimisees.labelled import by_position
+from l2lopt.core.errors import UserError
+from optimisees.data import conll
+from optimisees.labelling.labelled import by_position
 
 pytest.importorskip("seqeval", reason='seqeval is missing: pip install "l2lopt[labelling]"')
 from seqeval.metrics import classification_report, f1_score

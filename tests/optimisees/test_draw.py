@@ -16,11 +16,12 @@ from torch.distributions import Bernoulli, Normal, kl_divergence
 from torch.func import functional_call
 
 from l2lopt import cells
-from l2lopt import config as configs
-from l2lopt.config import TrainConfig
-from l2lopt.errors import UserError
-from optimisees import Draw, InMemory, draw_network
-from optimisees.draw import half
+from l2lopt.core.errors import UserError
+from l2lopt.experiments import config as configs
+from l2lopt.experiments.config import TrainConfig
+from optimisees import Draw, InMemory
+from optimisees.draw import network as draw_network
+from optimisees.draw.model import half
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = partial(Draw, SPOTS, hidden_size=4, latent_size=3, steps=3, read=2, write=3, batch_size=3, dtype="float64")

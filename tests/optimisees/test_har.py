@@ -8,8 +8,8 @@ import pytest
 import torch
 from activities import LEFT_OUT, small_har
 
-from l2lopt.errors import UserError
-from optimisees import har
+from l2lopt.core.errors import UserError
+from optimisees.data import har
 
 
 @pytest.fixture

@@ -20,8 +20,9 @@ from safetensors import SafetensorError
 from scipy.io import savemat
 from torchvision.datasets import CIFAR10, MNIST, SVHN
 
-from l2lopt.errors import UserError
-from optimisees import image_folders, image_inputs, images, mlp, resnet
+from l2lopt.core.errors import UserError
+from optimisees import mlp, resnet
+from optimisees.data import image_folders, image_inputs, images
 
 
 @pytest.fixture

@@ -14,14 +14,14 @@ from implementations import TEXTS, normal, problem
 from torch import nn
 
 import l2lopt
-from l2lopt import cells, unrolls
-from l2lopt import config as configs
-from l2lopt.config import TrainConfig
-from l2lopt.errors import UserError
-from l2lopt.types import generator
-from optimisees import language_model
-from optimisees.language_model import RECURRENT, LanguageModel
-from optimisees.text import Corpus, Vocabulary
+from l2lopt import cells, estimators
+from l2lopt.core.errors import UserError
+from l2lopt.core.types import generator
+from l2lopt.experiments import config as configs
+from l2lopt.experiments.config import TrainConfig
+from optimisees.data.text import Corpus, Vocabulary
+from optimisees.language import language_model
+from optimisees.language.language_model import RECURRENT, LanguageModel
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 LONG = Corpus(Vocabulary(tuple("abcdefg"), "word"), *(torch.arange(count) ** 2 % 7 for count in (1000, 600, 300)))
@@ -298,7 +298,7 @@ def test_blockwise_is_taped_on_a_language_model():
     """Meta-gradients through windows whose states are carried, two runs side by side."""
     task = problem("coordinatewise additive", "language-model")
     called = (task.update, task.loss, task.phi, task.carry, task.steps)
-    one, other = (unroll(*called) for unroll in (unrolls.Taped(1), unrolls.Blockwise()))
+    one, other = (unroll(*called) for unroll in (estimators.Taped(1), estimators.Blockwise()))
     laws.assert_close(one.gradient, other.gradient, 1e-10)
     laws.assert_close(one.carry.aux, other.carry.aux)
     assert one.finite

@@ -8,13 +8,14 @@ import torch
 from implementations import IMAGES, SAMPLED, linear, module_optimisee, normal
 from torch import nn
 
-from l2lopt import config, optimisers, unrolls
-from l2lopt.errors import UserError
+from l2lopt import estimators, optimisers
+from l2lopt.core.errors import UserError
+from l2lopt.core.types import Carry, Layout, Step, Target, seed_of
+from l2lopt.experiments import config
 from l2lopt.optimisee import flat_loss
-from l2lopt.training import TrainSettings, train
-from l2lopt.types import Carry, Layout, Step, Target, seed_of
+from l2lopt.training.train import TrainSettings, train
 from optimisees import ModuleOptimisee
-from optimisees.datasets import InMemory
+from optimisees.data.datasets import InMemory
 
 
 def ordinary(task, params, aux):
@@ -188,8 +189,8 @@ def test_frozen_parameters_stay(unroll):
     rule = optimisers.make("coordinatewise", hidden_size=3, inputs=["log-and-sign"], rule="additive")
     carry = Carry(layout.ravel(params), aux, rule.init(layout))
     steps = [Step(task.batch("train", 0, k), (Target(task.batch("train", 0, k + 1), 1.0),)) for k in range(3)]
-    found = unrolls.make(unroll)(rule.update_with, flat_loss(task, layout), rule.phi(), carry, steps)
-    expected = unrolls.make("taped", order=2 if unroll == "higher" else 1)(
+    found = estimators.make(unroll)(rule.update_with, flat_loss(task, layout), rule.phi(), carry, steps)
+    expected = estimators.make("taped", order=2 if unroll == "higher" else 1)(
         rule.update_with, flat_loss(task, layout), rule.phi(), carry, steps
     )
     laws.assert_close(found.gradient, expected.gradient, 1e-4)

@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from optimisees.n_grams import KneserNey
+from optimisees.language.n_grams import KneserNey
 
 EOS = 0
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from implementations import OPTIMISEES, SAMPLED
 
-from l2lopt.errors import UserError
+from l2lopt.core.errors import UserError
 from optimisees import Quadratic, digits, mlp
 
 each_optimisee = pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in OPTIMISEES.items()])

@@ -9,11 +9,11 @@ from torch.func import grad
 from torchvision.models.resnet import BasicBlock as TheirBlock
 from torchvision.models.resnet import ResNet as TheirResNet
 
-from l2lopt.errors import UserError
-from l2lopt.types import Layout
-from l2lopt.unrolls import Blockwise, Taped
+from l2lopt.core.errors import UserError
+from l2lopt.core.types import Layout
+from l2lopt.estimators import Blockwise, Taped
 from optimisees import resnet
-from optimisees.resnet import ResNet
+from optimisees.classifiers.resnet import ResNet
 
 
 @pytest.mark.parametrize(("width", "count"), [(64, 21_282_122), (16, 1_334_618)])

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from l2lopt.errors import UserError
-from optimisees.retrieval import neighbour_curve, retrieval
-from optimisees.time_warping import all_warped, warped
+from l2lopt.core.errors import UserError
+from optimisees.metric.retrieval import neighbour_curve, retrieval
+from optimisees.metric.time_warping import all_warped, warped
 
 from implementations import normal  # isort: skip
 

@@ -8,11 +8,11 @@ import torch
 from implementations import LABELLING, few_labelled, few_sequences, normal
 from torch.func import grad
 
-from l2lopt.errors import UserError
+from l2lopt.core.errors import UserError
+from l2lopt.core.types import seed_of
 from l2lopt.optimisee import measure
-from l2lopt.types import seed_of
-from optimisees import sequence_labelling
-from optimisees.sequence_labelling import SequenceLabelling
+from optimisees.labelling import sequence_labelling
+from optimisees.labelling.sequence_labelling import SequenceLabelling
 
 TOKENS, SIGNALS = (few_labelled(4), few_labelled())
 MADE = partial(SequenceLabelling, cell="deep-gru", layers=3, hidden_size=2, batch_size=3, dtype="float64")

@@ -9,7 +9,7 @@ from activities import LEFT_OUT, some_windows
 from torch import nn
 
 from l2lopt.cells import make
-from l2lopt.errors import UserError
+from l2lopt.core.errors import UserError
 from optimisees import SequenceMetric
 
 from implementations import SEQUENCE_METRICS  # isort: skip

@@ -8,8 +8,8 @@ import pytest
 import torch
 from sklearn.metrics.pairwise import cosine_distances, euclidean_distances
 
-from l2lopt.errors import UserError
-from optimisees.structural_loss import StructuralLoss, distance
+from l2lopt.core.errors import UserError
+from optimisees.metric.structural_loss import StructuralLoss, distance
 
 from implementations import normal  # isort: skip
 

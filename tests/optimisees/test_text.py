@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from l2lopt.errors import UserError
-from optimisees.text import EOS, Corpus, Vocabulary, corpus, files, ptb, split
+from l2lopt.core.errors import UserError
+from optimisees.data.text import EOS, Corpus, Vocabulary, corpus, files, ptb, split
 
 UNITS = pytest.mark.parametrize("unit", ["word", "character"])
 TEXTS = st.text(st.characters(exclude_characters="\r", codec="utf-8"), max_size=40)

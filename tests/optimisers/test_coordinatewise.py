@@ -10,9 +10,9 @@ import torch
 from implementations import INPUTS, LEARNED, OPTIMISERS, each, learned, normal, seeded
 
 from l2lopt import optimisers
-from l2lopt.errors import UserError
+from l2lopt.core.errors import UserError
+from l2lopt.core.types import Layout
 from l2lopt.optimisers import Coordinatewise, coordinatewise
-from l2lopt.types import Layout
 
 each_optimiser = pytest.mark.parametrize("make", each(OPTIMISERS, factories=True))
 each_learned = pytest.mark.parametrize("make", each(LEARNED, factories=True))

@@ -10,10 +10,10 @@ import pytest
 import torch
 from implementations import normal
 
-from l2lopt.errors import UserError
+from l2lopt.core.errors import UserError
+from l2lopt.core.types import Layout
 from l2lopt.optimisers import SGD, AdamW, Momentum, adam
-from l2lopt.optimisers.schedule import Shape, warm_up_cosine, warm_up_then
-from l2lopt.types import Layout
+from l2lopt.optimisers.schedules import Shape, warm_up_cosine, warm_up_then
 
 RATE = 0.02
 NAMESAKES = {

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from implementations import INPUTS, normal
 
-from l2lopt.errors import UserError
+from l2lopt.core.errors import UserError
 from l2lopt.optimisers.inputs import LogAndSign, LogStep, Loss, Momenta, Parameter, RNNprop, Sight
 
 magnitudes = st.one_of(

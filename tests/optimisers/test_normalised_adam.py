@@ -5,9 +5,9 @@ import pytest
 import torch
 from implementations import normal
 
-from l2lopt.errors import UserError
+from l2lopt.core.errors import UserError
+from l2lopt.core.types import Layout
 from l2lopt.optimisers import NormalisedAdam, coordinatewise
-from l2lopt.types import Layout
 
 LAYOUT = Layout(("matrix", "bias"), ((3, 4), (3,)))
 

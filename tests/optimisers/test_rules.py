@@ -8,9 +8,9 @@ import pytest
 import torch
 from implementations import RULES, normal, seeded
 
+from l2lopt.core.types import Layout
 from l2lopt.optimisers.inputs import Sight
 from l2lopt.optimisers.rules import Additive, Bounded, DirectionAndMagnitude, Gated, root_mean_square, spread
-from l2lopt.types import Layout
 
 LAYOUT = Layout(("scalar", "matrix", "vector"), ((), (2, 2), (3,)))
 SIZES = (1, 4, 3)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from l2lopt import cells
-from l2lopt.errors import UserError
+from l2lopt.core.errors import UserError
 from l2lopt.sequence import from_torch, torch_weights
 
 

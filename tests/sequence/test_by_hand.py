@@ -10,7 +10,7 @@ from stacks import Elman, M, N
 from torch.func import functional_call, grad, vmap
 
 from l2lopt import cells, sequence
-from l2lopt.errors import UserError
+from l2lopt.core.errors import UserError
 from l2lopt.sequence import by_hand, loop, run, torch_lstm
 from l2lopt.sequence.by_hand import products
 

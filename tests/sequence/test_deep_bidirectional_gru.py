@@ -7,7 +7,7 @@ from laws import assert_close
 from stacks import M, N
 
 from l2lopt import cells, sequence
-from l2lopt.errors import UserError
+from l2lopt.core.errors import UserError
 
 needs_cells = pytest.mark.skipif(not {"rnn", "gru"} <= cells.CELLS.keys(), reason="there are no cells rnn and gru yet")
 

@@ -7,7 +7,7 @@ from stacks import GRU, Delayed, Elman, M, N, grid
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from l2lopt import cells, sequence
-from l2lopt.errors import UserError
+from l2lopt.core.errors import UserError
 
 LSTM, X = cells.LSTM, normal(5, 3, N)
 H = normal(1, 3, M)

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import torch
 
 from l2lopt.kernels import folding
-from l2lopt.kernels.triton.shape import CODES, PLACES, items
+from l2lopt.kernels.triton.packing import CODES, PLACES, items
 from l2lopt.optimisers import Coordinatewise, Optimiser
 
 

@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from l2lopt.core.types import Params, Window
 from l2lopt.kernels.folding import Folded, fold
-from l2lopt.kernels.triton import device, shape
-from l2lopt.kernels.triton.shape import Shape
-from l2lopt.kernels.triton.twin import LAUNCH, PRECISION, WIDTH, gates_of, programs, rule_of
+from l2lopt.kernels.triton import device, packing
+from l2lopt.kernels.triton.packing import Shape
+from l2lopt.kernels.triton.step import LAUNCH, PRECISION, WIDTH, gates_of, programs, rule_of
 from l2lopt.optimisers import Coordinatewise
 from l2lopt.optimisers.rules import DirectionAndMagnitude, Gated
-from l2lopt.types import Params, Window
 
 AT_ONCE = 2**28
 """Coordinates times steps of a window's part: 4 bytes each for the gradients and as much for the sources."""
@@ -73,7 +73,7 @@ def pull(optimiser: Coordinatewise, phi: Params, window: Window) -> Tensor:
     with torch.no_grad():
         if window.grads.numel():
             _run(optimiser, Shape.of(optimiser, PRECISION), phi, fold(optimiser, phi), window, pulls)
-        steps = shape.scales(optimiser, phi, _numbers(window), window.params).tolist()
+        steps = packing.scales(optimiser, phi, _numbers(window), window.params).tolist()
         a = torch.zeros_like(window.params)
         for t in reversed(range(len(steps))):
             a = a + window.sources[t]
@@ -100,8 +100,8 @@ def _run(
     sums = torch.zeros(at_once, sum(of.sizes), dtype=torch.float64, device=like.device)
     statistic, pulls, own = _statistics(optimiser, window)
     member = torch.arange(tensors, dtype=torch.int32).repeat_interleave(torch.tensor(layout.sizes)).to(like.device)
-    table = shape.table(optimiser, numbers, like)
-    losses = shape.losses(optimiser, window.losses, like)
+    table = packing.table(optimiser, numbers, like)
+    losses = packing.losses(optimiser, window.losses, like)
     fixed: dict[str, Any] = of.constants | {
         "B": WIDTH,
         "MEMORY": len(of.memory),
@@ -124,7 +124,7 @@ def _run(
         rule_of(phi, like),
         table,
         losses,
-        shape.scales(optimiser, phi, numbers, like),
+        packing.scales(optimiser, phi, numbers, like),
         statistic,
         statistic if pulls is None else pulls,
         statistic if own is None else own,

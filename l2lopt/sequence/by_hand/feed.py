@@ -4,9 +4,9 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
+from l2lopt.core.types import Params
 from l2lopt.sequence.by_hand import products
 from l2lopt.sequence.by_hand.pointwise import Span
-from l2lopt.types import Params
 
 
 class Feed(ABC):

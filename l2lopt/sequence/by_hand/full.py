@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from l2lopt.core.types import Params
 from l2lopt.sequence.by_hand import products
 from l2lopt.sequence.by_hand.feed import Feed
-from l2lopt.types import Params
 
 
 class Full(Feed):

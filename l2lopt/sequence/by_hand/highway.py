@@ -9,9 +9,9 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
+from l2lopt.core.types import Params
 from l2lopt.sequence.by_hand import products
 from l2lopt.sequence.by_hand.feed import Feed
-from l2lopt.types import Params
 
 REPEATED = ("W_v", "U", "J", "gamma")
 """The weights that every step multiplies with, there and back."""

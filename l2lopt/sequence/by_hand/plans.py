@@ -14,13 +14,13 @@ from l2lopt.cells.highway import Core, Highway, Simplified
 from l2lopt.cells.lstm import LSTMCore
 from l2lopt.cells.sru import SRUCore
 from l2lopt.cells.t_lstm import TLSTMCore
+from l2lopt.core.types import Params
 from l2lopt.sequence.by_hand import highway, pointwise
 from l2lopt.sequence.by_hand.full import Full, ResetBefore
 from l2lopt.sequence.by_hand.pointwise import Pointwise
 from l2lopt.sequence.by_hand.recurrent import Recurrent
 from l2lopt.sequence.by_hand.scans import SRUScan, TLSTMScan
 from l2lopt.sequence.by_hand.sweep import Sweep
-from l2lopt.types import Params
 
 CORES: dict[type[Core], Callable[[], Pointwise]] = {
     GRUCore: pointwise.GRUCore,

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from l2lopt.types import Params
+from l2lopt.core.types import Params
 
 Span = tuple[int, int]
 """Blocks from the first number up to, without it, the second."""

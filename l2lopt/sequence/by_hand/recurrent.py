@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from l2lopt.cells import CellState
+from l2lopt.core.types import Params
 from l2lopt.sequence.by_hand import products
 from l2lopt.sequence.by_hand.feed import Feed
 from l2lopt.sequence.by_hand.pointwise import Pointwise, Span, Step
 from l2lopt.sequence.by_hand.sweep import Slopes, Sweep, Way
-from l2lopt.types import Params
 
 
 class Recurrent(Sweep):

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from l2lopt.cells import CellState
+from l2lopt.core.types import Params
 from l2lopt.sequence.by_hand import products
 from l2lopt.sequence.by_hand.pointwise import sigmoid_back
 from l2lopt.sequence.by_hand.sweep import Slopes, Sweep, Way
-from l2lopt.types import Params
 
 
 def scan_back(way: Way, es: Tensor, jacobian: Tensor) -> None:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from l2lopt.cells import CellState
+from l2lopt.core.types import Params
 from l2lopt.sequence.by_hand import products
-from l2lopt.types import Params
 
 
 class Way(NamedTuple):

@@ -1,0 +1,131 @@
+"""Choosing an implementation by name: one table of name → class or function, its options checked against the signature.
+
+A *choice*, as it stands in a config, is a name or a mapping with the key `name` and the options beside it.
+"""
+
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+
+from l2lopt.core.errors import UserError, did_you_mean
+
+Table: TypeAlias = Mapping[str, Callable[..., Any]]
+Choice: TypeAlias = str | dict[str, Any]
+
+
+def make(table: Table, kind: str, name: str, /, **options: Any) -> Any:
+    """Builds `table[name](**options)` after checking the name, the options' names and their types.
+
+    Args:
+        table: name → class or function.
+        kind: what the table holds, for the errors ("cell", "optimiser").
+        name: the entry to build.
+        options: its keyword arguments.
+
+    Raises:
+        UserError: for an unknown name or option, a missing one, or one of the wrong type.
+    """
+    if name not in table:
+        raise UserError(kind, expected="a known name", found=repr(name), remedy=did_you_mean(name, table))
+    return table[name](**_check(f"{kind} {name!r}", _options_model(table[name]), options))
+
+
+def build(table: Table, kind: str, choice: Choice, /, **extra: Any) -> Any:
+    """`make` for a choice: a name, or a mapping of `name` and options; `extra` options are the caller's alone."""
+    if isinstance(choice, str):
+        return make(table, kind, choice, **_taken(table, kind, choice, extra))
+    options = dict(choice)
+    name = options.pop("name", None)
+    if not isinstance(name, str):
+        remedy = f"add name = one of {', '.join(sorted(table))}"
+        raise UserError(kind, expected="a table with the key 'name'", found=f"{choice}", remedy=remedy)
+    for option in options.keys() & extra.keys():
+        raise UserError(
+            f"{kind} {name!r}", expected=f"no {option} here", found=option, remedy="drop the key: it is set for you"
+        )
+    return make(table, kind, name, **options, **_taken(table, kind, name, extra))
+
+
+def _taken(table: Table, kind: str, name: str, extra: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The caller's own options, which an entry must have in its signature."""
+    for option in extra if name in table else ():
+        if option not in _options_model(table[name]).model_fields:
+            remedy = f"add {option} to the arguments of {getattr(table[name], '__name__', name)}"
+            raise UserError(f"{kind} {name!r}", expected=f"an option {option!r}", found="none", remedy=remedy)
+    return extra
+
+
+def explain(where: str, error: ValidationError, known: Mapping[str, Any], data: Any) -> UserError:
+    """The first finding of a pydantic `error` about `data` as a `UserError`; `known` are the keys at its top."""
+    findings = error.errors(include_url=False)
+    # An unknown key explains a missing one beside it.
+    first = next((finding for finding in findings if finding["type"] == "extra_forbidden"), findings[0])
+    path = _keys(first["loc"], data)
+    place = f"{where}: {'.'.join(path)}" if path else where
+    if first["type"] == "extra_forbidden":
+        remedy = did_you_mean(path[-1], _fields_at(known, path[:-1]))
+        return UserError(place, expected="a known key", found=repr(path[-1]), remedy=remedy)
+    if first["type"] == "missing":
+        place = f"{where}: {'.'.join([*path, str(first['loc'][-1])])}"
+        return UserError(place, expected="a value", found="none", remedy="add the key")
+    # A value that may be of several types has a finding for each of them.
+    expected = dict.fromkeys(_expectation(other["msg"]) for other in findings if _keys(other["loc"], data) == path)
+    return UserError(place, expected=" or ".join(expected), found=repr(first["input"]), remedy="change the value")
+
+
+def _keys(location: tuple[int | str, ...], data: Any) -> list[str]:
+    """The keys and indices of a finding's place in `data`, without pydantic's marks for the members of a union."""
+    path: list[str] = []
+    for part in location:
+        inside = part in data if isinstance(data, Mapping) else isinstance(data, list) and part in range(len(data))
+        if inside:
+            path.append(str(part))
+            data = data[part]
+    return path
+
+
+def _expectation(message: str) -> str:
+    message = message[:1].lower() + message[1:]
+    for clutter in ("input should be ", "value error, ", "an instance of "):
+        message = message.removeprefix(clutter)
+    return {"Sequence": "a list", "a valid dictionary": "a table"}.get(message, message)
+
+
+def _fields_at(fields: Mapping[str, Any], path: list[str]) -> list[str]:
+    """The keys that a model allows at `path` below its top."""
+    for key in path:
+        if key.isdigit():  # an item of a list has the list's model
+            continue
+        annotation = getattr(fields.get(key), "annotation", None)
+        models = [a for a in (annotation, *typing.get_args(annotation)) if isinstance(a, type)]
+        fields = next((m.model_fields for m in models if issubclass(m, BaseModel)), {})
+    return list(fields)
+
+
+def _check(where: str, model: type[BaseModel], options: dict[str, Any]) -> dict[str, Any]:
+    try:
+        checked = model.model_validate(options)
+    except ValidationError as error:
+        raise explain(where, error, model.model_fields, options) from None
+    return {name: getattr(checked, name) for name in options}
+
+
+@cache
+def _options_model(entry: Callable[..., Any]) -> type[BaseModel]:
+    """A pydantic model of the keyword arguments of `entry`."""
+    function = inspect.getattr_static(entry, "__init__") if isinstance(entry, type) else entry
+    hints = typing.get_type_hints(function, include_extras=True)
+    fields: dict[str, Any] = {
+        parameter.name: (
+            hints.get(parameter.name, Any),
+            ... if parameter.default is parameter.empty else parameter.default,
+        )
+        for parameter in inspect.signature(entry).parameters.values()
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)  # those of a base without options
+    }
+    config = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True, protected_namespaces=())
+    return create_model(getattr(entry, "__name__", "options"), __config__=config, **fields)

@@ -1,0 +1,63 @@
+"""The contract of an unroll: a way to get a meta-gradient. It knows neither cells nor problems; it gets functions."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from l2lopt.core.types import Carry, Loss, Params, Step, Update
+
+UnrollState: TypeAlias = Any
+"""What an estimator keeps between two calls: a pytree of tensors, empty for backpropagation."""
+
+
+@dataclass(frozen=True)
+class MetaGradient:
+    """What an unroll gives.
+
+    Attributes:
+        value: the meta-loss of these steps, Σ over steps and targets, mean over rows.
+        gradient: dvalue/dφ, like φ.
+        carry: after the last step, cut from the graph.
+        losses: the inner steps' training losses, [T, *batch].
+        finite: value, gradient and parameters are all finite.
+        state: for the next call.
+    """
+
+    value: Tensor
+    gradient: Params
+    carry: Carry
+    losses: Tensor
+    finite: bool
+    state: UnrollState = ()
+
+
+class Unroll(ABC):
+    """A way to differentiate a run of inner steps with respect to φ."""
+
+    @abstractmethod
+    def init(self, carry: Carry, phi: Params, seed: int) -> UnrollState:
+        """What the estimator keeps between the calls of one run, a pytree whose structure stays.
+
+        Args:
+            carry: where the run starts.
+            phi: the meta-parameters.
+            seed: of all random numbers the estimator draws for this run.
+        """
+
+    @abstractmethod
+    def __call__(
+        self, update: Update, loss: Loss, phi: Params, carry: Carry, steps: Iterable[Step], state: UnrollState = ()
+    ) -> MetaGradient:
+        """Runs `steps` from `carry` and differentiates what they measure.
+
+        Args:
+            update: (φ, gradient, state, θ, loss) → (update, state).
+            loss: (θ, aux, batch) → (loss [*batch], aux).
+            phi: the meta-parameters.
+            carry: where the run stands. It enters as a constant.
+            steps: one for each inner step; read once, in order.
+            state: from `init` or the last call.
+        """

@@ -1,0 +1,46 @@
+"""A loss and its gradient at one θ, as the unrolls by backpropagation take them."""
+
+from typing import Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from l2lopt.core.types import Aux, Batch, Loss, Params, detach
+
+Objective: TypeAlias = Literal["loss", "log-loss"]
+"""What the meta-loss sums: the losses, or their logarithms."""
+
+
+class Measured(NamedTuple):
+    """Remembered with its batch, because what one step measures often is the next step's batch."""
+
+    batch: Batch
+    loss: Tensor
+    grads: Tensor
+    aux: Aux
+
+
+def measure(loss: Loss, params: Tensor, aux: Aux, batch: Batch, second: bool = False) -> Measured:
+    """The loss and its gradient at θ: both on the tape in second order, constants in first."""
+    theta = params if second and params.requires_grad else params.detach().requires_grad_()
+    with torch.enable_grad():
+        value, moved = loss(theta, aux, batch)
+        (grads,) = torch.autograd.grad(value.sum(), theta, create_graph=second)
+    return Measured(batch, value if second else value.detach(), grads, detach(moved))
+
+
+def term(measured: Measured, weight: float, objective: Objective) -> tuple[Tensor, Tensor]:
+    """A target's term of the meta-loss, mean over rows, and its slope w f'(ℓ) / rows in every row's loss [*batch]."""
+    rows = max(measured.loss.numel(), 1)
+    value, slope = measured.loss, weight / rows * torch.ones_like(measured.loss)
+    if objective == "log-loss":
+        value, slope = value.log(), slope / measured.loss
+    return weight * value.sum() / rows, slope
+
+
+def gradient_of(value: Tensor, leaves: Params) -> Params:
+    """dvalue/dleaves, zeros where it does not depend on a leaf."""
+    if not leaves or not value.requires_grad:
+        return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+    pieces = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True, allow_unused=True)
+    return dict(zip(leaves, pieces, strict=True))

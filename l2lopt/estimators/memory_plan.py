@@ -1,0 +1,125 @@
+"""What a blockwise meta-gradient will take, known before it is begun."""
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from l2lopt.core.errors import UserError
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Memory in bytes, time in seconds.
+
+    Attributes:
+        window: K, the steps whose gradients are kept at once.
+        vector: what one of them takes.
+        per_step: how many there are for each step; one more closes a window.
+        state: θ and the optimiser's state, with the copies that are made, and the larger of what the replay of a block
+            and what one gradient keeps.
+        available: what is free now.
+        spilt: the vectors lie in files, and count for nothing.
+        seconds: the whole call, estimated from one gradient, one step and one replay of a block; with the disk apart.
+    """
+
+    window: int
+    vector: int
+    per_step: int
+    state: int
+    available: int
+    spilt: bool
+    seconds: float
+
+    @property
+    def vectors(self) -> int:
+        """How many vectors are kept at once."""
+        return self.window * self.per_step + 1
+
+    @property
+    def record(self) -> int:
+        """What the vectors take together."""
+        return self.vector * self.vectors
+
+    @property
+    def memory(self) -> int:
+        """What all takes."""
+        return self.state + (0 if self.spilt else self.record)
+
+    @property
+    def longest(self) -> int:
+        """The longest window that fits."""
+        return max(0, ((self.available - self.state) // max(self.vector, 1) - 1) // self.per_step)
+
+    def check(self) -> None:
+        """Refuses what does not fit.
+
+        Raises:
+            UserError: it names the longest window that does.
+        """
+        if self.memory <= self.available:
+            return
+        remedy = "even one step is too much: take a smaller model or another machine"
+        if self.longest:
+            remedy = (
+                f"set truncation to at most {self.longest}, record to bfloat16, a lower share, or spill to a folder"
+            )
+        raise UserError(
+            f"a window of {self.window} steps",
+            expected=f"at most {_gb(self.available)} of memory",
+            found=f"a need of {_gb(self.memory)} ({_gb(self.record)} for the record)",
+            remedy=remedy,
+        )
+
+    def __str__(self) -> str:
+        where = "in files" if self.spilt else f"of {_gb(self.available)} free"
+        time = f"{self.seconds:.2g} s" if self.seconds < 100 else f"{self.seconds / 60:.0f} min"
+        return f"record {_gb(self.record)} ({self.vectors} vectors) {where}, state {_gb(self.state)}, about {time}"
+
+
+def available_memory(device: torch.device) -> int:
+    """Free memory in bytes, on the device, or this process's share of the machine's (torchrun's LOCAL_WORLD_SIZE)."""
+    if device.type == "cuda":  # what PyTorch keeps for itself is free, too
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + kept
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+        free = found["MemAvailable"]
+    except (OSError, KeyError, ValueError):  # not Linux
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(min(free, _allowed())) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _allowed(folder: Path = Path("/sys/fs/cgroup")) -> float:
+    """What a container or a batch system leaves of its limit (cgroup v2), in bytes; infinity without one."""
+    try:
+        limit, used = ((folder / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        held = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return math.inf if limit == "max" else int(limit) - int(used) + int(held.get("inactive_file", 0))
+    except (OSError, ValueError):
+        return math.inf
+
+
+@contextmanager
+def activations() -> Iterator[list[int]]:
+    """Sizes in bytes of what autograd keeps of the calls within the block, each piece of memory once."""
+    sizes: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    found: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield found
+    found.extend(sizes.values())
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"

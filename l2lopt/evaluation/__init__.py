@@ -1,0 +1,1 @@
+"""Free runs of optimisers side by side, and their comparison."""

@@ -1,0 +1,1 @@
+"""Experiments from configs: the only folder that knows optimisees by name."""

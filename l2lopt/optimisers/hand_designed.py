@@ -1,0 +1,168 @@
+"""Hand-made optimisers: gradient descent, momentum, Adam, AdamW. Each equals its namesake in `torch.optim`.
+
+A rate is a number, or a tensor [*batch] with a rate for every row: a grid of rates runs in one pass.
+"""
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from l2lopt.core.errors import UserError, at_least_0
+from l2lopt.core.types import Layout, OptimiserState, Params
+from l2lopt.optimisers.base import Optimiser, blank, first_step
+from l2lopt.optimisers.schedules import warm_up_cosine
+
+Rate: TypeAlias = float | Tensor
+
+
+class SGD(Optimiser):
+    """Gradient descent: u = −η g. Robbins and Monro 1951; `torch.optim.SGD`.
+
+    Args:
+        lr: η > 0, the rate.
+    """
+
+    def __init__(self, lr: Rate) -> None:
+        super().__init__()
+        self.lr = positive(lr)
+
+    def init(self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None) -> OptimiserState:
+        """No state."""
+        return OptimiserState(layout, {}, {})
+
+    def update(
+        self,
+        grads: Tensor,
+        state: OptimiserState,
+        params: Tensor,
+        loss: Tensor | None = None,
+        after: Params | None = None,
+    ) -> tuple[Tensor, OptimiserState]:
+        """−η g."""
+        return -rows(self.lr, grads) * grads, state
+
+
+class Momentum(Optimiser):
+    """Gradient descent with momentum: v' = μ v + g; u = −η v'. Polyak 1964; `torch.optim.SGD(momentum=μ)`.
+
+    Args:
+        lr: η > 0, the rate.
+        momentum: μ in [0, 1).
+    """
+
+    def __init__(self, lr: Rate, momentum: float = 0.9) -> None:
+        super().__init__()
+        self.lr, self.momentum = positive(lr), share("momentum", momentum)
+
+    def init(self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None) -> OptimiserState:
+        """The state v = 0."""
+        return OptimiserState(layout, {"velocity": blank(layout, batch, like)}, {})
+
+    def update(
+        self,
+        grads: Tensor,
+        state: OptimiserState,
+        params: Tensor,
+        loss: Tensor | None = None,
+        after: Params | None = None,
+    ) -> tuple[Tensor, OptimiserState]:
+        """−η v'."""
+        velocity = self.momentum * state.coordinates["velocity"] + grads
+        return -rows(self.lr, grads) * velocity, state._replace(coordinates={"velocity": velocity})
+
+
+class AdamW(Optimiser):
+    """Adam with decoupled weight decay, warm-up and cosine. Kingma and Ba 2015, Loshchilov and Hutter 2019.
+
+    m' = β₁ m + (1 − β₁) g; v' = β₂ v + (1 − β₂) g²; u = −η_t (m̂ / (√v̂ + ε) + λ θ) with m̂ = m' / (1 − β₁ᵗ), v̂
+    likewise and η_t = η · `warm_up_cosine`. Equals `torch.optim.AdamW` under a `LambdaLR` of that multiplier.
+
+    Args:
+        lr: η > 0, the highest rate.
+        betas: (β₁, β₂), each in [0, 1).
+        eps: ε > 0.
+        weight_decay: λ ≥ 0.
+        warm_up: updates of linear warm-up.
+        total: the update at which the cosine reaches 0; None keeps the rate constant after the warm-up.
+    """
+
+    def __init__(
+        self,
+        lr: Rate,
+        betas: Sequence[float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        warm_up: int = 0,
+        total: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.lr, self.eps = positive(lr), eps
+        self.beta1, self.beta2 = two_shares("betas", betas)
+        self.weight_decay, self.warm_up, self.total = weight_decay, warm_up, total
+        at_least_0("adamw", eps=eps, weight_decay=weight_decay, warm_up=warm_up)
+        if total is not None and total < warm_up:
+            remedy = "shorten the warm-up"
+            raise UserError("adamw: total", expected=f"at least warm_up = {warm_up}", found=str(total), remedy=remedy)
+
+    def init(self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None) -> OptimiserState:
+        """The state m = v = 0."""
+        m, v = blank(layout, batch, like), blank(layout, batch, like)
+        return OptimiserState(layout, {"m": m, "v": v}, {"step": first_step(m)})
+
+    def update(
+        self,
+        grads: Tensor,
+        state: OptimiserState,
+        params: Tensor,
+        loss: Tensor | None = None,
+        after: Params | None = None,
+    ) -> tuple[Tensor, OptimiserState]:
+        """−η_t (m̂ / (√v̂ + ε) + λ θ)."""
+        step = state.shared["step"]
+        m = self.beta1 * state.coordinates["m"] + (1 - self.beta1) * grads
+        v = self.beta2 * state.coordinates["v"] + (1 - self.beta2) * grads.square()
+        direction = unbias(m, self.beta1, step + 1) / (unbias(v, self.beta2, step + 1).sqrt() + self.eps)
+        if self.weight_decay:
+            direction = direction + self.weight_decay * params
+        rate = -rows(self.lr, grads)
+        if self.warm_up or self.total is not None:
+            rate = rate * warm_up_cosine(step, self.warm_up, self.total).to(grads.dtype)
+        return rate * direction, state._replace(coordinates={"m": m, "v": v}, shared={"step": step + 1})
+
+
+def adam(lr: Rate, betas: Sequence[float] = (0.9, 0.999), eps: float = 1e-8) -> AdamW:
+    """Adam: `AdamW` without decay and at a constant rate. Equals `torch.optim.Adam`."""
+    return AdamW(lr, betas, eps, weight_decay=0.0)
+
+
+def unbias(mean: Tensor, beta: float, step: Tensor) -> Tensor:
+    """A running mean over the weight its `step` terms have so far, 1 − βᵗ."""
+    return mean / (1 - beta ** step.double()).to(mean.dtype)
+
+
+def rows(rate: Rate, grads: Tensor) -> Rate:
+    """A rate per row, shaped to multiply coordinates."""
+    return rate.to(grads)[..., None] if isinstance(rate, Tensor) else rate
+
+
+def positive(rate: Rate) -> Rate:
+    """A rate, or all rates, above 0."""
+    if not bool(torch.as_tensor(rate).gt(0).all()):
+        raise UserError("lr", expected="a rate above 0", found=str(rate), remedy="give a positive rate")
+    return rate
+
+
+def two_shares(name: str, values: Sequence[float]) -> tuple[float, float]:
+    """Two numbers in [0, 1), as decay rates of running means are."""
+    if len(values) != 2:
+        raise UserError(name, expected="two numbers", found=str(list(values)), remedy="give both")
+    return share(name, values[0]), share(name, values[1])
+
+
+def share(name: str, value: float) -> float:
+    """A number in [0, 1), as the decay rate of a running mean is."""
+    if not 0 <= value < 1:
+        raise UserError(name, expected="a number in [0, 1)", found=str(value), remedy="change the value")
+    return value

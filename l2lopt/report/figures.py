@@ -1,0 +1,330 @@
+"""Loss curves from the records of runs."""
+
+import csv
+import json
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib
+import numpy as np
+from scipy import stats
+
+from l2lopt.core.errors import UserError
+from l2lopt.storage.run_log import existing, written_whole
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+COLUMNS = ("optimiser", "kind", "seed", "step", "split", "loss")
+"""Of `evaluation.csv`."""
+
+# Dark for learned optimisers, lighter for baselines, and a dash pattern and marker for each: it survives a photocopier.
+# Colours are Okabe and Ito's, safe for the colour-blind.
+_LEARNED = ("#000000", "#0072B2", "#D55E00", "#009E73")
+_BASELINES = ("#999999", "#E69F00", "#56B4E9", "#CC79A7", "#8C8C00", "#B0B0B0")
+_DASHES = ((0, ()), (0, (5, 1.5)), (0, (1, 1)), (0, (4, 1, 1, 1)), (0, (6, 1, 1, 1, 1, 1)), (0, (2, 2)))
+_MARKERS = "os^Dv<>P"
+_STYLE: dict[Any, Any] = {
+    "svg.hashsalt": "l2lopt",
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+
+
+class Band(NamedTuple):
+    """Steps, the mean over seeds there, and the bounds of its 95 % interval."""
+
+    steps: np.ndarray
+    mean: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+
+def read(path: Path) -> dict[tuple[str, str, str], Band]:
+    """(optimiser, kind, split) → band, from an `evaluation.csv`.
+
+    Raises:
+        UserError: for a missing file, other columns, or a line that cannot be read (with its number).
+    """
+    existing(path, "an evaluation", "run l2lopt evaluate first")
+    losses: dict[tuple[str, str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    with path.open(newline="", encoding="utf-8", errors="replace") as file:
+        lines = csv.DictReader(file)
+        if tuple(lines.fieldnames or ()) != COLUMNS:
+            found = ",".join(lines.fieldnames or ()) or "an empty file"
+            raise UserError(str(path), expected=f"columns {','.join(COLUMNS)}", found=found, remedy="evaluate again")
+        for number, line in enumerate(lines, start=2):
+            try:
+                key = line["optimiser"], line["kind"], line["split"]
+                if key[2] not in ("train", "test"):
+                    raise ValueError
+                losses[key][int(line["step"])].append(float(line["loss"]))
+            except (TypeError, ValueError):
+                found = ",".join(str(value) for value in line.values())
+                raise UserError(
+                    f"{path}, line {number}", expected="a loss", found=found, remedy="evaluate again"
+                ) from None
+    if not losses:
+        raise UserError(str(path), expected="losses", found="none", remedy="evaluate again")
+    return {key: _band(by_step) for key, by_step in losses.items()}
+
+
+def read_training(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Stage → (steps, losses), in the order in which they come, from the `metrics.jsonl` of a training.
+
+    A loss that was not finite is NaN.
+
+    Raises:
+        UserError: for a missing file, one without a loss, or a line that cannot be read (with its number).
+    """
+    existing(path, "a training's records", "run l2lopt train first")
+    found: dict[str, list[tuple[int, float]]] = {"train": []}
+    for number, text in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+        try:
+            line = json.loads(text)
+            loss = math.nan if line["loss"] is None else float(line["loss"])
+            found.setdefault(str(line["stage"]), []).append((int(line["step"]), loss))
+        except (TypeError, ValueError, KeyError):
+            place, remedy = f"{path}, line {number}", "train again"
+            raise UserError(place, expected="a loss", found=text[:80], remedy=remedy) from None
+    curves = {stage: np.array(pairs, dtype=float).T for stage, pairs in found.items() if pairs}
+    if not curves:
+        raise UserError(str(path), expected="a training's records", found="none", remedy="train again")
+    return {stage: (steps, losses) for stage, (steps, losses) in curves.items()}
+
+
+def loss_curves(
+    bands: Mapping[tuple[str, str, str], Band], folder: Path, title: str = "", breaks: Sequence[int] = ()
+) -> list[Path]:
+    """Draws training and test loss against the step, log axes, mean and 95 % band for each optimiser.
+
+    A curve that rises above the loss before the first step leaves the picture there, so that the others stay apart.
+
+    Args:
+        bands: from `read`.
+        folder: gets `loss-curves.png` and `loss-curves.svg`.
+        title: above the panels.
+        breaks: the steps after which a baseline's curve goes over to the run tuned for the next horizon; the line is
+            cut.
+    """
+    splits = [split for split in ("train", "test") if any(key[2] == split for key in bands)]
+    with plt.rc_context(_STYLE):
+        figure, axes = plt.subplots(
+            1, len(splits), figsize=(5.2 * len(splits), 4.2), squeeze=False, layout="constrained"
+        )
+        for panel, split in zip(axes[0], splits, strict=True):
+            _panel(panel, {key[:2]: band for key, band in bands.items() if key[2] == split}, breaks)
+            panel.set_title({"train": "training set", "test": "test set"}[split])
+        axes[0][0].set_ylabel("mean loss, nats per sample")
+        handles, labels = axes[0][0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5), frameon=False)
+        if title:
+            figure.suptitle(title)
+        return _written(figure, folder, "loss-curves")
+
+
+class Example(NamedTuple):
+    """A labelled sequence of T positions.
+
+    Attributes:
+        place: where it begins.
+        classes: their names.
+        true: the class of each position.
+        found: likewise.
+        tokens: the positions' names, or None.
+        signals: [T, N], or None.
+        rate: positions a second, or None.
+    """
+
+    place: str
+    classes: list[str]
+    true: list[int]
+    found: list[int]
+    tokens: list[str] | None
+    signals: list[list[float]] | None
+    rate: float | None
+
+
+def read_labelled(path: Path) -> Example:
+    """The example of a `labels.json`.
+
+    Raises:
+        UserError: for a missing or damaged file.
+    """
+    remedy = "train again"
+    existing(path, "labels", remedy)
+    try:
+        example = Example(**json.loads(path.read_text(encoding="utf-8"))["example"])
+        if not len(example.true) == len(example.found) == len(example.tokens or example.signals or ()):
+            raise ValueError
+        return example
+    except (TypeError, ValueError, KeyError):
+        raise UserError(str(path), expected="labels", found="damage", remedy=remedy) from None
+
+
+def labelled_sequence(example: Example, folder: Path) -> list[Path]:
+    """Draws a sequence, its true classes and those that were found, one above the other over its positions.
+
+    Args:
+        example: of tokens, or of signals, which are drawn as curves.
+        folder: gets `labelled-sequence.png` and `labelled-sequence.svg`.
+    """
+    steps = np.arange(len(example.true)) / (example.rate or 1.0)
+    rows = 1 if example.signals is None else 2
+    width = 6.4 if example.tokens is None else max(6.4, 0.35 * len(example.tokens))
+    with plt.rc_context(_STYLE):
+        figure, axes = plt.subplots(
+            rows, 1, figsize=(width, 2.4 * rows + 0.8), sharex=True, squeeze=False, layout="constrained"
+        )
+        if example.signals is not None:
+            axes[0][0].plot(steps, np.array(example.signals), linewidth=0.7)
+            axes[0][0].set_ylabel("signals")
+        panel = axes[-1][0]
+        shown = sorted({*example.true, *example.found})
+        heights = {k: height for height, k in enumerate(shown)}
+        for name, own, style in (
+            ("true", example.true, {"color": _BASELINES[1], "linewidth": 5.0, "alpha": 0.6}),
+            ("found", example.found, {"color": _LEARNED[0], "linewidth": 1.4}),
+        ):
+            panel.step(steps, [heights[k] for k in own], where="mid", label=name, **style)
+        panel.set_yticks(range(len(shown)), [example.classes[k] for k in shown])
+        panel.legend(frameon=False, loc="best")
+        if example.tokens is not None:
+            panel.set_xticks(steps, [token.replace("$", r"\$") for token in example.tokens], rotation=90)
+        panel.set_xlabel("token" if example.tokens is not None else "s" if example.rate else "position")
+        figure.suptitle(example.place, fontsize=10, parse_math=False)
+        return _written(figure, folder, "labelled-sequence")
+
+
+def training_curve(
+    curves: Mapping[str, tuple[np.ndarray, np.ndarray]], folder: Path, title: str = "", smoothing: int = 50
+) -> list[Path]:
+    """Draws the training loss of each step with its running mean, and the watched loss, against the step.
+
+    Args:
+        curves: from `read_training`.
+        folder: gets `training-curve.png` and `training-curve.svg`.
+        title: above the panel.
+        smoothing: the running mean is over a window of the steps that went before, this fraction of them all: 1/50.
+    """
+    with plt.rc_context(_STYLE):
+        figure, panel = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
+        for index, (stage, (steps, losses)) in enumerate(curves.items()):
+            colour = _LEARNED[index % len(_LEARNED)]
+            if stage == "train":
+                panel.plot(steps, losses, color=colour, linewidth=0.6, alpha=0.25)
+                mean = _running_mean(losses, max(1, len(losses) // smoothing))
+                panel.plot(steps, mean, color=colour, linewidth=1.8, label="training batches")
+            else:
+                label = f"{'held-out' if stage == 'heldout' else stage} set"
+                panel.plot(steps, losses, color=colour, linestyle=(0, (5, 1.5)), marker="o", markersize=4, label=label)
+        values = np.concatenate([losses[np.isfinite(losses)] for _, losses in curves.values()])
+        panel.set(xlabel="step", ylabel="mean loss, nats per sample", yscale="log" if (values > 0).all() else "linear")
+        panel.grid(True, which="major", linewidth=0.4, alpha=0.5)
+        panel.legend(frameon=False)
+        if title:
+            panel.set_title(title)
+        return _written(figure, folder, "training-curve")
+
+
+def neighbour_curves(curves: Mapping[str, np.ndarray], folder: Path, title: str = "") -> list[Path]:
+    """Draws A(k), the mean scaled distance to the k nearest neighbours: the mean over runs, and their range.
+
+    Args:
+        curves: label → [runs, n − 1], k from 1.
+        folder: gets `neighbour-curves.png` and `neighbour-curves.svg`.
+        title: above the panel.
+    """
+    with plt.rc_context(_STYLE):
+        figure, panel = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
+        for index, (label, runs) in enumerate(curves.items()):
+            colour, k = _LEARNED[index % len(_LEARNED)], np.arange(1, runs.shape[1] + 1)
+            panel.fill_between(k, runs.min(0), runs.max(0), color=colour, alpha=0.18, linewidth=0)
+            panel.plot(k, runs.mean(0), color=colour, linestyle=_DASHES[index % len(_DASHES)], label=label)
+        panel.set(xlabel="number of nearest neighbours k", ylabel="mean scaled distance A(k)", ylim=(0, None))
+        panel.grid(True, which="major", linewidth=0.4, alpha=0.5)
+        panel.legend(frameon=False)
+        if title:
+            panel.set_title(title)
+        return _written(figure, folder, "neighbour-curves")
+
+
+def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
+    """The mean of each value and the `window` − 1 before it, of as many as there are at the start."""
+    ends = np.arange(1, len(values) + 1)
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    starts = np.maximum(ends - window, 0)
+    return np.asarray((sums[ends] - sums[starts]) / (ends - starts))
+
+
+def _written(figure: Figure, folder: Path, name: str) -> list[Path]:
+    """The figure as PNG and SVG, and closed."""
+    paths = [folder / f"{name}.{kind}" for kind in ("png", "svg")]
+    for path in paths:
+        with written_whole(path) as temporary:
+            metadata = {"Date": None} if path.suffix == ".svg" else None
+            figure.savefig(temporary, dpi=160, metadata=metadata)
+    plt.close(figure)
+    return paths
+
+
+def _panel(panel: Axes, bands: Mapping[tuple[str, str], Band], breaks: Sequence[int]) -> None:
+    ordered = sorted(bands.items(), key=lambda item: item[0][1] != "learned")
+    counts = {"learned": 0, "baseline": 0}
+    for index, ((name, kind), band) in enumerate(ordered):
+        palette = _LEARNED if kind == "learned" else _BASELINES
+        colour = palette[counts[kind] % len(palette)]
+        counts[kind] += 1
+        pieces = breaks if kind == "baseline" else ()
+        steps, mean, low, high = _cut(band, pieces)
+        panel.fill_between(steps, np.maximum(low, mean / 10), high, color=colour, alpha=0.18, linewidth=0)
+        marks = range(index % 4, len(steps), max(1, len(steps) // 8))
+        panel.plot(
+            steps,
+            mean,
+            color=colour,
+            linewidth=2.2 if kind == "learned" else 1.4,
+            linestyle=_DASHES[index % len(_DASHES)],
+            marker=_MARKERS[index % len(_MARKERS)],
+            markersize=4.5,
+            markevery=list(marks),
+            label=name,
+        )
+    for step in breaks:
+        panel.axvline(step, color="black", linewidth=0.5, alpha=0.35, linestyle=(0, (1, 3)))
+    panel.set(xscale="log", yscale="log", xlabel="step", ylim=_limits(bands.values()))
+    panel.grid(True, which="major", linewidth=0.4, alpha=0.5)
+
+
+def _limits(bands: Collection[Band]) -> tuple[float, float] | None:
+    """From below the lowest mean up to the loss at step 0, where means lie on both sides of it; None: as they need."""
+    start = max((float(band.mean[0]) for band in bands if band.steps[0] == 0), default=math.nan)
+    means = np.concatenate([band.mean[(band.steps > 0) & np.isfinite(band.mean) & (band.mean > 0)] for band in bands])
+    return (float(means.min()) / 2, start) if means.size and means.min() < start < means.max() else None
+
+
+def _cut(band: Band, breaks: Sequence[int]) -> Band:
+    """The band from step 1 on, with a gap after each of `breaks`."""
+    shown = band.steps > 0
+    after = [int(np.searchsorted(band.steps[shown], step, side="right")) for step in breaks]
+    return Band(*(np.insert(part[shown].astype(float), after, np.nan) for part in band))
+
+
+def _band(by_step: Mapping[int, Iterable[float]]) -> Band:
+    steps = np.array(sorted(by_step))
+    values = [np.asarray(list(by_step[step]), dtype=float) for step in steps]
+    mean = np.array([value.mean() for value in values])
+    half = np.array([_half_width(value) for value in values])
+    return Band(steps, mean, mean - half, mean + half)
+
+
+def _half_width(values: np.ndarray) -> float:
+    if len(values) < 2 or not np.isfinite(values).all():
+        return 0.0
+    return float(stats.t.ppf(0.975, len(values) - 1)) * float(values.std(ddof=1)) / math.sqrt(len(values))

@@ -1,0 +1,145 @@
+"""What a run leaves behind: `metrics.jsonl`, TensorBoard events, and files written by rename."""
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from l2lopt.core.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Recorder(Protocol):
+    """Takes the figures of long work as they come."""
+
+    def write(self, stage: str, step: int, figures: Mapping[str, float]) -> None:
+        """Figures of `stage` at `step`."""
+
+    def show(self, name: str, step: int, images: "Tensor") -> None:
+        """Images [n, channels, height, width] in [0, 1] at `step`."""
+
+
+class Records:
+    """A `Recorder` into a run's folder: a line of `metrics.jsonl` and TensorBoard scalars for every call.
+
+    Args:
+        folder: the run's.
+        after: the last step that stands; what an interrupted run has recorded beyond it is dropped.
+        pending: a stage of that step that does not stand yet.
+    """
+
+    def __init__(self, folder: Path, after: int = -1, pending: str | None = None) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # half a second that only a run needs
+
+        path = folder / "metrics.jsonl"
+        if path.exists():
+            write_text(path, "".join(_standing(path, after, pending)))
+        self._lines = path.open("a", encoding="utf-8")
+        self._board = SummaryWriter(str(folder), max_queue=1000, purge_step=after + 1)
+
+    def write(self, stage: str, step: int, figures: Mapping[str, float]) -> None:
+        """Appends {"stage", "step", figures…}; a figure that is not finite is null."""
+        line = {"stage": stage, "step": step} | {
+            name: value if math.isfinite(value) else None for name, value in figures.items()
+        }
+        self._lines.write(json.dumps(line) + "\n")
+        self._lines.flush()
+        for name, value in figures.items():
+            self._board.add_scalar(f"{stage}/{name}", value, step)
+
+    def show(self, name: str, step: int, images: "Tensor") -> None:
+        """Puts the images side by side into TensorBoard."""
+        self._board.add_images(name, images.nan_to_num().clamp(0, 1), step)
+
+    def close(self) -> None:
+        """Flushes both files."""
+        self._lines.close()
+        self._board.close()
+
+
+class NoRecords:
+    """The `Recorder` that keeps nothing."""
+
+    def write(self, stage: str, step: int, figures: Mapping[str, float]) -> None:
+        """Nothing."""
+
+    def show(self, name: str, step: int, images: "Tensor") -> None:
+        """Nothing."""
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """A temporary path beside `path` that takes its place when the block ends well, and vanishes when it does not."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=path.suffix, dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a text file by rename."""
+    with written_whole(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a JSON file by rename; a number that is not finite is null."""
+    write_text(path, json.dumps(_finite(value), indent=2) + "\n")
+
+
+def write_projector(folder: Path, points: Sequence[Sequence[float]], columns: Mapping[str, Sequence[str]]) -> None:
+    """Points with labels for TensorBoard's embedding projector, in a folder where it looks for runs.
+
+    Args:
+        folder: gets `embedding.tsv`, `embedding-labels.tsv` and `projector_config.pbtxt`.
+        points: [n][size].
+        columns: name → n labels; two columns or more, one alone has no header there.
+    """
+    rows = ["\t".join(columns), *("\t".join(row) for row in zip(*columns.values(), strict=True))]
+    write_text(folder / "embedding.tsv", "".join("\t".join(f"{x:.6g}" for x in point) + "\n" for point in points))
+    write_text(folder / "embedding-labels.tsv", "".join(f"{row}\n" for row in rows))
+    paths = 'tensor_path: "embedding.tsv" metadata_path: "embedding-labels.tsv"'
+    write_text(folder / "projector_config.pbtxt", f'embeddings {{ tensor_name: "embedding" {paths} }}\n')
+
+
+def existing(path: Path, what: str, remedy: str) -> Path:
+    """`path` if it is a file.
+
+    Raises:
+        UserError: otherwise.
+    """
+    if not path.is_file():
+        found = "a folder" if path.is_dir() else "nothing"
+        raise UserError(str(path), expected=what, found=found, remedy=remedy)
+    return path
+
+
+def _standing(path: Path, after: int, pending: str | None) -> Iterator[str]:
+    """The lines up to step `after`, there without those of `pending`; a kill may have cut the last one short."""
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+        try:
+            facts = json.loads(line)
+            if facts["step"] <= after and (facts["stage"], facts["step"]) != (pending, after):
+                yield line
+        except ValueError:
+            return
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

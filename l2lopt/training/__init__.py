@@ -1,0 +1,1 @@
+"""Meta-training of learned optimisers, and training of optimisees to their end."""

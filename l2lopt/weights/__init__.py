@@ -1,0 +1,1 @@
+"""Files with learned optimisers: written, read, shared, and those that come with the package."""

@@ -1,0 +1,136 @@
+"""Learned optimisers as safetensors files; the header says how to build the optimiser. Nothing is unpickled.
+
+Those in `pretrained/` travel with the package and are found by name.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from l2lopt import optimisers
+from l2lopt.core.errors import UserError
+from l2lopt.optimisers import Optimiser
+from l2lopt.storage import tensor_file
+from l2lopt.storage.run_log import existing
+
+VERSION = 1
+"""Of the file's layout: the header's one key `l2lopt` holds {"version", "release", "optimiser", "training"} as JSON."""
+_ASIDE = ("training", "description")
+HOME = Path(__file__).with_name("pretrained")
+"""Where the files are that travel with the package."""
+
+
+def list_weights() -> list[str]:
+    """The names of the learned optimisers that come with the package; `header(name)` has their recipe and figures."""
+    return sorted(path.stem for path in HOME.glob("*.safetensors"))
+
+
+def find(weights: str | Path) -> Path:
+    """The file of a name in `list_weights()`, or the path as it is.
+
+    Raises:
+        UserError: where neither is there.
+    """
+    if isinstance(weights, str) and weights in list_weights():
+        return HOME / f"{weights}.safetensors"
+    remedy = f"give a file that l2lopt meta-train has written, or one of {', '.join(list_weights())}"
+    return existing(Path(weights), "a learned optimiser", remedy)
+
+
+def save(optimiser: Optimiser, path: str | Path, training: Mapping[str, Any] | None = None) -> None:
+    """Writes φ, the buffers and the optimiser's description to a safetensors file, by rename.
+
+    Args:
+        optimiser: built by `optimisers.make`, so that it knows its description.
+        path: of the file.
+        training: what is worth knowing of its meta-training; kept in the header.
+
+    Raises:
+        UserError: for an optimiser without a description.
+    """
+    if optimiser.description is None:
+        remedy = "build it with l2lopt.optimisers.make"
+        raise UserError("save", expected="an optimiser with a description", found="none", remedy=remedy)
+    header = {
+        "version": VERSION,
+        "release": version("l2lopt"),
+        "optimiser": dict(optimiser.description),
+        "training": dict(training or {}),
+    }
+    tensor_file.write(Path(path), "l2lopt", header, _numbers(optimiser))
+
+
+def header(path: str | Path) -> dict[str, Any]:
+    """The header {"version", "release", "optimiser", "training"} of a file written by `save`, or of a name.
+
+    "release" is that of the package which wrote the file; "training" what is known of the meta-training: its cost, and
+    for the weights in the package the config and a table of comparisons.
+
+    Raises:
+        UserError: for a missing, damaged or foreign file.
+    """
+    return _read(find(path))[0]
+
+
+def load(path: str | Path) -> Optimiser:
+    """The optimiser in a file written by `save`, or of a name in `list_weights()`, built again with its φ.
+
+    Raises:
+        UserError: for a missing, damaged or foreign file, or one of another layout.
+    """
+    path = find(path)
+    read, tensors = _read(path)
+    optimiser = optimisers.build(read["optimiser"])
+    wanted = {name: tuple(value.shape) for name, value in _numbers(optimiser).items()}
+    found = {name: tuple(value.shape) for name, value in tensors.items()}
+    if wanted != found:
+        odd = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+        remedy = "meta-train again, or get the file again"
+        expected = ", ".join(f"{name} {list(wanted[name]) if name in wanted else 'absent'}" for name in odd)
+        came = ", ".join(f"{name} {list(found[name]) if name in found else 'absent'}" for name in odd)
+        raise UserError(str(path), expected=expected, found=came, remedy=remedy)
+    optimiser.load_state_dict(tensors, strict=False)
+    return optimiser
+
+
+def digest(optimiser: Optimiser) -> str:
+    """16 hexadecimal digits of what an optimiser does: its description, φ, buffers and the options of its parts."""
+    built = [(name, type(part).__qualname__, _options(part)) for name, part in optimiser.named_modules()]
+    found = hashlib.sha256(json.dumps([optimiser.description, built], sort_keys=True, default=_written).encode())
+    for name, value in sorted(_numbers(optimiser).items()):
+        found.update(f"{name} {value.dtype} {list(value.shape)}".encode())
+        found.update(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def _numbers(optimiser: Optimiser) -> dict[str, Tensor]:
+    """φ and the buffers."""
+    return {**optimiser.phi(), **dict(optimiser.named_buffers())}
+
+
+def _options(part: nn.Module) -> dict[str, str]:
+    own = vars(part).items()
+    return {key: _written(value) for key, value in own if not key.startswith("_") and key not in _ASIDE}
+
+
+def _written(value: Any) -> str:
+    """The same in every process: without addresses."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    read, tensors = tensor_file.read(
+        path, "l2lopt", "a learned optimiser", "give a file that l2lopt meta-train has written"
+    )
+    if read.get("version") != VERSION:
+        writer = f"l2lopt {read['release']}" if "release" in read else "another release of l2lopt"
+        found, remedy = f"layout {read.get('version')}, written by {writer}", f"use {writer} to read it"
+        raise UserError(str(path), expected=f"file layout {VERSION}", found=found, remedy=remedy)
+    return read, tensors

@@ -1,0 +1,1 @@
+"""Classifiers of images: multilayer perceptron, ConvNet and ResNet."""

@@ -1,0 +1,70 @@
+"""What small classifiers are trained on: the bundled digits, or images by name or from a folder."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from optimisees.data import images
+from optimisees.data.datasets import InMemory, class_count, digits
+from optimisees.data.image_inputs import Normalised, statistics
+from optimisees.module import ModuleOptimisee, accuracy
+
+
+class Source(NamedTuple):
+    """Samples, and how a model gets them.
+
+    Attributes:
+        samples: in memory, in the form in which they are kept.
+        shape: channels, height and width of a sample.
+        classes: how many there are.
+        wrapped: a model of flat samples in the dtype asked for → one of samples as they are kept.
+        device: where models live.
+    """
+
+    samples: InMemory
+    shape: tuple[int, int, int]
+    classes: int
+    wrapped: Callable[[nn.Module], nn.Module]
+    device: str
+
+    def classifier(
+        self, factory: Callable[[], nn.Module], batch_size: int, heldout: float, evaluation_samples: int | None
+    ) -> ModuleOptimisee:
+        """Models from flat samples to scores of the classes, under cross-entropy; see `ModuleOptimisee`."""
+        return ModuleOptimisee(
+            lambda: self.wrapped(factory()),
+            nn.functional.cross_entropy,
+            self.samples,
+            batch_size,
+            heldout,
+            self.device,
+            metrics={"accuracy": accuracy},
+            evaluation_samples=evaluation_samples,
+        )
+
+
+def source(
+    dataset: str, dtype: torch.dtype, data: str | None = None, download: bool = False, device: str = "cpu"
+) -> Source:
+    """The source called "digits" (`datasets.digits`), or any of `images.load`, whose arguments the others are.
+
+    Args:
+        dataset: its name, or the path of a folder of images.
+        dtype: of what models compute in.
+        data: the folder that data sets lie in; by default what L2LOPT_DATA says.
+        download: fetch what is missing.
+        device: where models live.
+    """
+    if dataset == "digits":
+        return Source(digits(dtype), (1, 8, 8), 10, lambda model: model, device)
+    samples = images.load(dataset, None, data, download)
+    _, channels, height, width = samples.train_inputs.shape
+    mean, deviation = (part.to(device) for part in statistics(samples.train_inputs, dtype))
+    classes = class_count(dataset, samples)
+
+    def wrapped(model: nn.Module) -> nn.Module:
+        return Normalised(nn.Sequential(nn.Flatten(), model), mean, deviation)
+
+    return Source(samples, (channels, height, width), classes, wrapped, device)

@@ -1,0 +1,1 @@
+"""Data sets: how they are found, read, split and sampled."""

@@ -1,0 +1,88 @@
+"""Data sets in memory."""
+
+import hashlib
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor
+
+from l2lopt.core.errors import UserError
+from l2lopt.core.types import generator
+
+
+class InMemory(NamedTuple):
+    """Samples in memory, the first axis running over samples."""
+
+    train_inputs: Tensor
+    train_targets: Tensor
+    test_inputs: Tensor
+    test_targets: Tensor
+
+
+def digits(dtype: torch.dtype = torch.float32) -> InMemory:
+    """The 1,797 handwritten 8×8 digits that scikit-learn carries, flat, in [0, 1]: 1,300 to train, 497 to test."""
+    images, labels = load_digits(return_X_y=True)
+    order = torch.randperm(len(images), generator=generator("digits", "split"))
+    inputs, targets = torch.as_tensor(images, dtype=dtype)[order] / 16, torch.as_tensor(labels)[order].long()
+    return InMemory(inputs[:1300], targets[:1300], inputs[1300:], targets[1300:])
+
+
+def class_count(name: str, samples: InMemory) -> int:
+    """How many classes there are.
+
+    Raises:
+        UserError: for fewer than two, between which there is nothing to learn.
+    """
+    count = int(samples.train_targets.max()) + 1
+    if count < 2:
+        remedy = "put each class into a folder of its own"
+        raise UserError(f"dataset {name!r}", expected="at least two classes", found=str(count), remedy=remedy)
+    return count
+
+
+def digest(samples: InMemory) -> str:
+    """What tells samples from others: of every byte, about a gigabyte a second."""
+    found = hashlib.blake2b(digest_size=16)
+    for part in samples:
+        found.update(f"{part.dtype} {list(part.shape)}".encode())
+        found.update(part.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def blank(shape: tuple[int, ...]) -> InMemory:
+    """One black image in uint8 to train and to test, for a model whose own images are not needed any more."""
+    return InMemory(*(torch.zeros(1, *part, dtype=kind) for part, kind in ((shape, torch.uint8), ((), torch.long)) * 2))
+
+
+def data_root(data: str | None = None, holds: str = "the data sets", make: bool = False) -> Path:
+    """The folder that data sets lie in: `data`, or what the environment variable L2LOPT_DATA says.
+
+    Args:
+        data: its path.
+        holds: what should be in it, for the error.
+        make: whether it is made where it is named and not there, for what will be fetched into it.
+
+    Raises:
+        UserError: where neither names a folder.
+    """
+    named = data or os.environ.get("L2LOPT_DATA")
+    if named:
+        folder = Path(named).expanduser()
+        try:
+            if make:
+                folder.mkdir(parents=True, exist_ok=True)
+            if folder.is_dir():
+                return folder
+        except OSError:  # said below
+            pass
+    remedy = f"make {named}, or name another" if named else "set L2LOPT_DATA or pass --data"
+    found = f"{named}, which is no folder" if named else "none"
+    raise UserError("data", expected=f"a folder that holds {holds}", found=found, remedy=remedy)
+
+
+def damaged(path: Path, found: str, remedy: str) -> UserError:
+    """The error that names a file which cannot be read whole."""
+    return UserError(str(path), expected="a whole file", found=f"damage ({found})", remedy=remedy)

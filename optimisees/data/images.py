@@ -1,0 +1,149 @@
+"""Labelled images as uint8 in memory: CIFAR-10, MNIST, SVHN, or any folder of images."""
+
+import logging
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import torch
+from scipy.io import loadmat
+from scipy.io.matlab import MatReadError
+from torch import Tensor
+
+from l2lopt.core.errors import UserError, did_you_mean
+from optimisees.data.datasets import InMemory, damaged, data_root
+from optimisees.data.image_folders import from_folder
+
+
+def load(
+    dataset: str = "cifar10",
+    size: int | None = None,
+    data: str | None = None,
+    download: bool = False,
+    test_share: float = 0.2,
+) -> InMemory:
+    """Images [n, channels, height, width] in uint8 and labels [n] in int64.
+
+    Args:
+        dataset: "cifar10" (ROOT/cifar10/{train,test}/<class>/*, or torchvision's ROOT/cifar-10-batches-py/), "mnist"
+            (ROOT/MNIST/raw/), "svhn" (ROOT/svhn/{train,test}_32x32.mat), or the path of a folder: train/ and test/
+            with a folder for each class, or the class folders themselves. Labels follow the classes' names in order.
+            Images that lie in no class folder are one class.
+        size: height and width of what comes out of a folder: cut to a square about the middle and scaled. None leaves
+            the images as they are, which must then be of one size.
+        data: ROOT; None takes the environment variable L2LOPT_DATA.
+        download: fetch what is missing, through torchvision.
+        test_share: of the samples, drawn at random once and for all, where a folder has no train/ and test/.
+
+    Raises:
+        UserError: for missing data, saying which files go where, and for a damaged file, by its name.
+    """
+    if dataset in _SETS:
+        if size is not None:
+            remedy = "leave size out, or give the path of a folder of images"
+            raise UserError("size", expected=f"none with {dataset}", found=str(size), remedy=remedy)
+        return _SETS[dataset](data_root(data, _HOLDS[dataset], download), download)
+    folder = Path(dataset).expanduser()
+    if not folder.is_dir():
+        expected = f"one of {', '.join(_SETS)}, or a folder of class folders"
+        remedy = f"make that folder, or {did_you_mean(dataset, _SETS)}"
+        raise UserError("dataset", expected=expected, found=repr(dataset), remedy=remedy)
+    return from_folder(folder, size, test_share)
+
+
+def cifar10(root: Path, download: bool = False) -> InMemory:
+    """50,000 + 10,000 colour images of 32×32 in ten classes, from a folder of images or torchvision's files."""
+    if (root / "cifar10" / "train").is_dir():
+        return from_folder(root / "cifar10")
+    from torchvision.datasets import CIFAR10
+    from torchvision.datasets.utils import check_integrity
+
+    listed = [*CIFAR10.train_list, *CIFAR10.test_list, (CIFAR10.meta["filename"], CIFAR10.meta["md5"])]
+    paths = [(root / CIFAR10.base_folder / name, md5) for name, md5 in listed]
+    expected = f"{_HOLDS['cifar10']} in {root}"
+    _fetch([path for path, _ in paths], expected, download, lambda: CIFAR10(str(root), download=True))
+    for path, md5 in paths:  # before anything is unpickled
+        if not check_integrity(path, md5):
+            raise damaged(path, "another checksum", "unpack cifar-10-python.tar.gz again")
+    parts = [CIFAR10(str(root), train=train) for train in (True, False)]
+    images = [torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous() for part in parts]
+    labels = [torch.tensor(part.targets) for part in parts]
+    return InMemory(images[0], labels[0], images[1], labels[1])
+
+
+def mnist(root: Path, download: bool = False) -> InMemory:
+    """Grey digits of 28×28, 60,000 + 10,000 of them where the files are whole."""
+    from torchvision.datasets import MNIST
+
+    folder = root / "MNIST" / "raw"
+    names = [f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
+    paths = [folder / name for name in names]
+    expected = f"{', '.join(names)} in {folder}"
+    _fetch(paths, expected, download, lambda: MNIST(str(root), download=True))
+    images, labels, test_images, test_labels = (_idx(path) for path in paths)
+    return InMemory(images[:, None], labels.long(), test_images[:, None], test_labels.long())
+
+
+def svhn(root: Path, download: bool = False) -> InMemory:
+    """House numbers cropped to digits of 32×32 in colour, 73,257 + 26,032 where the files are whole."""
+    from torchvision.datasets import SVHN
+
+    folder = root / "svhn"
+    paths = [folder / f"{part}_32x32.mat" for part in ("train", "test")]
+
+    def fetch() -> None:
+        for part in ("train", "test"):
+            SVHN(str(folder), split=part, download=True)
+
+    _fetch(paths, f"train_32x32.mat and test_32x32.mat in {folder}", download, fetch)
+    parts = []
+    for path in paths:
+        try:
+            found = loadmat(path)
+            images = torch.from_numpy(np.ascontiguousarray(found["X"].transpose(3, 2, 0, 1)))
+            labels = torch.from_numpy(found["y"].reshape(-1).astype(np.int64))
+            if images.dtype != torch.uint8 or len(images) != len(labels):
+                raise ValueError("images and labels that do not fit")
+        except (OSError, ValueError, KeyError, TypeError, NotImplementedError, zlib.error, MatReadError) as error:
+            raise damaged(path, str(error), "fetch it again") from None
+        parts += [images, labels % 10]  # the files call the digit 0 ten
+    return InMemory(*parts)
+
+
+_SETS: dict[str, Callable[[Path, bool], InMemory]] = {"cifar10": cifar10, "mnist": mnist, "svhn": svhn}
+_HOLDS = {
+    "cifar10": "cifar10/{train,test}/<class>/*.jpg, or cifar-10-python.tar.gz unpacked",
+    "mnist": "MNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte",
+    "svhn": "svhn/{train,test}_32x32.mat",
+}
+"""What `_SETS` look for in the folder of the data sets."""
+
+
+def _fetch(paths: Sequence[Path], expected: str, download: bool, fetch: Callable[[], object]) -> None:
+    """Makes sure that the files are there."""
+    missing = [path for path in paths if not path.is_file()]
+    if not missing:
+        return
+    found, remedy = f"no {missing[0]}", "put them there, or set download = true"
+    if download:
+        logging.getLogger("l2lopt").info("downloading %s", expected)
+        try:
+            fetch()
+            return
+        except (OSError, RuntimeError) as error:  # no network, or a server's answer that is not the file
+            found, remedy = f"no {missing[0]}, and no way to fetch it ({error})", "put them there"
+    raise UserError("data", expected=expected, found=found, remedy=remedy)
+
+
+def _idx(path: Path) -> Tensor:
+    """Numbers of one byte in the format of MNIST: 0, 0, 8, the number of axes, each one's length, the bytes."""
+    content = path.read_bytes()
+    axes = content[3] if content[:3] == b"\0\0\x08" and len(content) > 3 else 0
+    first = 4 + 4 * axes
+    shape = struct.unpack(f">{axes}i", content[4:first]) if axes and len(content) >= first else ()
+    if not shape or len(content) != first + prod(shape):
+        raise damaged(path, f"{len(content)} bytes that are not {shape or 'an idx file'}", "fetch it again")
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=first).view(shape).clone()

@@ -1,0 +1,75 @@
+"""Which samples of a set in memory a batch, an epoch and an evaluation are made of."""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from l2lopt.core.errors import UserError, above_0
+from l2lopt.core.types import seed_of
+from l2lopt.optimisee import Split
+
+
+class Sampling:
+    """Indices of samples, drawn without replacement within an epoch; an incomplete last batch is dropped.
+
+    Args:
+        train: how many training samples there are.
+        test: how many test samples.
+        batch_size: samples a step.
+        heldout: the share of training samples that each seed holds out of the split `inner`.
+        evaluation_samples: how many samples of a split an evaluation takes, of `train` and `test` always the same;
+            None: all.
+
+    Raises:
+        UserError: for values out of range.
+    """
+
+    def __init__(
+        self, train: int, test: int, batch_size: int, heldout: float, evaluation_samples: int | None = None
+    ) -> None:
+        if not 0 <= heldout < 1:
+            raise UserError("heldout", expected="a share in [0, 1)", found=str(heldout), remedy="change the value")
+        above_0("optimisee", evaluation_samples=1 if evaluation_samples is None else evaluation_samples)
+        if not 1 <= batch_size <= train:
+            expected = f"from 1 to the {train} training samples"
+            raise UserError("batch_size", expected=expected, found=str(batch_size), remedy="change the value")
+        self.train, self.test, self.batch_size, self.heldout = train, test, batch_size, heldout
+        self.evaluation_samples = evaluation_samples
+
+    def members(self, split: Split, seed: int) -> Tensor:
+        """All of the split's samples, in no order."""
+        if split in ("train", "test"):
+            return torch.arange(self.test if split == "test" else self.train)
+        order = _permutation(self.train, seed_of("heldout", seed))
+        kept = self.train - int(self.heldout * self.train)
+        members = order[:kept] if split == "inner" else order[kept:]
+        if not len(members):
+            remedy = "raise heldout, or leave held-out samples out of the meta-loss"
+            raise UserError("heldout", expected="samples held out", found="none", remedy=remedy)
+        return members
+
+    def drawn(self, split: Split, seed: int, step: int) -> Tensor:
+        """The batch of a step, [batch_size], or all of a split that is smaller."""
+        chosen = self.members(split, seed)
+        size = min(self.batch_size, len(chosen))
+        epoch, place = divmod(step, len(chosen) // size)
+        order = _permutation(len(chosen), seed_of("order", split, seed, epoch))
+        return chosen[order[place * size : (place + 1) * size]]
+
+    def evaluated(self, split: Split, seed: int) -> Tensor:
+        """What an evaluation takes."""
+        members, few = self.members(split, seed), self.evaluation_samples
+        if few is not None and few < len(members):
+            members = members[_permutation(len(members), seed_of("evaluation samples", split))[:few]]
+        return members
+
+    def epoch(self, split: Split, seed: int, number: int) -> int:
+        """The step at which pass `number` of full batches begins."""
+        samples = len(self.members(split, seed))
+        return number * (samples // min(self.batch_size, samples))
+
+
+@lru_cache(maxsize=256)
+def _permutation(count: int, seed: int) -> Tensor:
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,163 @@
+"""Texts for language models: three files, by word or by character, as the numbers of tokens in one vocabulary."""
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from l2lopt.core import registry
+from l2lopt.core.errors import UserError
+from l2lopt.core.registry import Choice
+
+Unit: TypeAlias = Literal["word", "character"]
+EOS = "<eos>"
+"""Closes every line."""
+ROOT = "L2LOPT_DATA"
+"""The environment variable that names the folder of data sets."""
+
+
+class Vocabulary(NamedTuple):
+    """The tokens of a text, each known by its place.
+
+    Attributes:
+        tokens: all different.
+        unit: what a token is, beside `<eos>`.
+    """
+
+    tokens: tuple[str, ...]
+    unit: Unit
+
+    @classmethod
+    def of(cls, texts: Sequence[str], unit: Unit) -> "Vocabulary":
+        """The tokens of all `texts` in the order of their first appearance."""
+        return cls(tuple(dict.fromkeys(token for text in texts for token in split(text, unit))), unit)
+
+    def encode(self, tokens: Sequence[str], where: str = "text") -> Tensor:
+        """The tokens' places, [T] of int64.
+
+        Raises:
+            UserError: for a token that is not in the vocabulary.
+        """
+        places = {token: place for place, token in enumerate(self.tokens)}
+        for token in tokens:
+            if token not in places:
+                near = get_close_matches(token, places, n=1)
+                other = "write <unk> for it" if "<unk>" in places else "leave it out"
+                remedy = f"did you mean {near[0]!r}?" if near else other
+                expected = f"{self.unit}s of the vocabulary"
+                raise UserError(where, expected=expected, found=repr(token), remedy=remedy)
+        return torch.tensor([places[token] for token in tokens], dtype=torch.int64)
+
+    def prompt(self, text: str) -> Tensor:
+        """The places of what a text begins with, its last line still open.
+
+        Raises:
+            UserError: as `encode`.
+        """
+        return self.encode(split(f"{text}\n", self.unit)[:-1], "prompt")
+
+    def decode(self, places: Sequence[int]) -> str:
+        """The text of these places, a new line for every `<eos>`."""
+        parts = ["\n" if self.tokens[place] == EOS else self.tokens[place] for place in places]
+        if self.unit == "character":
+            return "".join(parts)
+        return " ".join(parts).replace(" \n", "\n").replace("\n ", "\n")
+
+    def facts(self) -> dict[str, object]:
+        """What JSON can say of it."""
+        return {"tokens": list(self.tokens), "unit": self.unit}
+
+
+class Corpus(NamedTuple):
+    """Three texts, [T] each, and their vocabulary."""
+
+    vocabulary: Vocabulary
+    train: Tensor
+    valid: Tensor
+    test: Tensor
+
+    @classmethod
+    def without_texts(cls, vocabulary: Vocabulary) -> "Corpus":
+        """For a model that is only to speak."""
+        none = torch.zeros(0, dtype=torch.int64)
+        return cls(vocabulary, none, none, none)
+
+    def digest(self) -> str:
+        """What tells it from all others."""
+        found = hashlib.sha256(repr(self.vocabulary).encode())
+        for text in self[1:]:
+            found.update(f"{len(text)}".encode() + text.numpy().tobytes())
+        return found.hexdigest()
+
+
+def split(text: str, unit: Unit) -> list[str]:
+    """The tokens of a text: its words, or its characters, and `<eos>` at the end of every line."""
+    lines = text.removesuffix("\n").split("\n") if text else []
+    return [token for line in lines for token in (*(line.split() if unit == "word" else line), EOS)]
+
+
+def files(train: str, valid: str, test: str, unit: Unit = "word") -> Corpus:
+    """Any three text files in UTF-8.
+
+    Args:
+        train: its path.
+        valid: likewise.
+        test: likewise.
+        unit: whether a token is a word (what white space separates) or a character.
+
+    Raises:
+        UserError: for a file that is missing, empty, not UTF-8, or without any token.
+    """
+    texts = [_read(Path(path), unit) for path in (train, valid, test)]
+    vocabulary = Vocabulary.of(texts, unit)
+    return Corpus(vocabulary, *(vocabulary.encode(split(text, unit)) for text in texts))
+
+
+def ptb(root: str | None = None, unit: Unit = "word") -> Corpus:
+    """Mikolov's Penn Treebank, `ptb/ptb.{train,valid,test}.txt` under the root: 10,000 words.
+
+    Args:
+        root: the folder of data sets; by default that which the environment variable `L2LOPT_DATA` names.
+        unit: see `files`.
+
+    Raises:
+        UserError: without a root, and as `files`.
+    """
+    folder = root or os.environ.get(ROOT)
+    if not folder:
+        remedy = f"set {ROOT} to the folder that holds ptb/ptb.train.txt, or give data.root"
+        raise UserError("ptb", expected="a folder of data sets", found="none", remedy=remedy)
+    train, valid, test = (str(Path(folder) / "ptb" / f"ptb.{name}.txt") for name in ("train", "valid", "test"))
+    return files(train, valid, test, unit)
+
+
+CORPORA: Mapping[str, Callable[..., Corpus]] = {"ptb": ptb, "files": files}
+
+
+def corpus(choice: Choice) -> Corpus:
+    """The corpus of a choice: a name in `CORPORA`, or a mapping of name and options."""
+    found: Corpus = registry.build(CORPORA, "data", choice)
+    return found
+
+
+def _read(path: Path, unit: Unit) -> str:
+    if not path.is_file():
+        found, remedy = "a folder" if path.is_dir() else "nothing", "give the path of a text file"
+        raise UserError(str(path), expected="a text", found=found, remedy=remedy)
+    content = path.read_bytes()
+    if not content:
+        raise UserError(str(path), expected="a text", found="an empty file", remedy="give another file")
+    try:
+        text = content.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        found, remedy = f"byte {content[error.start]:#04x} at {error.start}", "convert the file to UTF-8"
+        raise UserError(str(path), expected="a text in UTF-8", found=found, remedy=remedy) from None
+    if all(token == EOS for token in split(text, unit)):
+        found, remedy = "none", "give a file with more than empty lines"
+        raise UserError(str(path), expected=f"{unit}s", found=found, remedy=remedy)
+    return text

@@ -1,0 +1,1 @@
+"""DRAW, a recurrent variational autoencoder that paints images."""

@@ -1,0 +1,1 @@
+"""Sequence labelling with deep bidirectional GRUs."""

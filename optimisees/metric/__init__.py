@@ -1,0 +1,1 @@
+"""Metric learning on sequences, with siamese and coupled GRUs."""

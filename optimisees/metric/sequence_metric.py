@@ -1,0 +1,228 @@
+"""Metrics of sequences learned by siamese and coupled GRUs (Compagnon et al. 2021), as an optimisee on UCI HAR."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from l2lopt import sequence
+from l2lopt.core import registry
+from l2lopt.core.errors import UserError, above_0
+from l2lopt.core.registry import Choice
+from l2lopt.core.types import Aux, Batch, Params, Report, generator, seed_of, seeded, silent
+from l2lopt.optimisee import Optimisee, Split, StepFacts
+from optimisees.data import har
+from optimisees.data.datasets import data_root
+from optimisees.data.har import Windows
+from optimisees.metric.structural_loss import Distance, StructuralLoss, distance
+
+ENCODERS: Mapping[str, Choice] = {
+    "siamese": {"name": "gru", "update": "kept", "reset": "after", "biases": "two"},
+    "coupled": "coupled-gru",
+}
+"""Name → the cell. Siamese: `nn.GRU` over each sequence. Coupled: over pairs, each side's candidate state mixed with
+the other's; an output exists only for a pair."""
+
+
+class SequenceMetric(Optimisee):
+    """Sequences of one activity near to each other, those of others far, by the distance of their last hidden states.
+
+    The loss is the structural loss of a batch's matrix of distances, which for the coupled encoder takes a joint pass
+    over its n(n−1)/2 pairs. A batch has equally many windows of every activity, drawn without replacement. Aux holds
+    the loss's running means.
+
+    Subjects are left out whole: `test` is those of `test_subjects`, `train` all others, `heldout` those of
+    `heldout_subjects` and `inner` the rest. Channels are standardised by the mean and deviation of `inner`.
+
+    Args:
+        test_subjects: left out of training.
+        heldout_subjects: of the others, for validation and meta-training.
+        encoder: one of `ENCODERS`.
+        hidden_size: M.
+        distance: "euclidean" or "cosine".
+        loss: the options of `StructuralLoss`.
+        per_class: windows of every activity in a batch.
+        evaluation_size: windows in a batch of an evaluation.
+        evaluation_windows: how many of a split an evaluation looks at, always the same; all by default.
+        data: the folder of the data sets, by default what L2LOPT_DATA says; or windows.
+        dtype: of the parameters and windows.
+        device: where tensors live.
+
+    Raises:
+        UserError: for values out of range, missing or malformed data, and a split without an activity.
+    """
+
+    def __init__(
+        self,
+        test_subjects: Sequence[int],
+        heldout_subjects: Sequence[int] = (),
+        encoder: Literal["siamese", "coupled"] = "siamese",
+        hidden_size: int = 100,
+        distance: Distance = "euclidean",
+        loss: dict[str, Any] | None = None,
+        per_class: int = 4,
+        evaluation_size: int = 40,
+        evaluation_windows: int | None = None,
+        data: str | Windows | None = None,
+        dtype: Literal["float32", "float64"] = "float32",
+        device: str = "cpu",
+    ) -> None:
+        where = "sequence-metric"
+        above_0(where, hidden_size=hidden_size, per_class=per_class, evaluation_size=evaluation_size)
+        above_0(where, evaluation_windows=1 if evaluation_windows is None else evaluation_windows)
+        self.structural: StructuralLoss = registry.make(
+            {"structural": StructuralLoss}, "loss", "structural", **loss or {}
+        )
+        self.encoder, self.hidden_size, self.distance = encoder, hidden_size, distance
+        self.per_class, self.evaluation_size, self.few = per_class, evaluation_size, evaluation_windows
+        self.dtype, self.device = getattr(torch, dtype), torch.device(device)
+        whole = data if isinstance(data, Windows) else har.load(data_root(data))
+        self._digest = whole.digest()
+        train, test = whole.split(test_subjects)
+        inner, heldout = train.split(heldout_subjects) if heldout_subjects else (train, None)
+        parts: dict[Split, Windows | None] = {"train": train, "inner": inner, "heldout": heldout, "test": test}
+        self._windows = {split: part.standardised(inner) for split, part in parts.items() if part is not None}
+        self._inputs = {split: part.signals.to(self.device, self.dtype) for split, part in self._windows.items()}
+        self.channels = train.signals.shape[1]
+        self._whole: dict[Split, list[tuple[Batch, int]]] = {}
+        with seeded(0):
+            self.stack = self._fresh()
+        for split in ("train", "inner"):
+            self._members(split)
+
+    def fingerprint(self) -> dict[str, str]:
+        """Of all windows, before any split."""
+        return {"windows": self._digest}
+
+    def init(self, seed: int) -> tuple[Params, Aux]:
+        """The cell's own initial values, and the loss before its first batch."""
+        with seeded(seed_of("init", seed)):
+            drawn = {name: value.detach() for name, value in self._fresh().named_parameters()}
+        params = {name: value.to(self.device) for name, value in drawn.items()}
+        return params, self.structural.init(self.dtype, self.device)
+
+    def batch(self, split: Split, seed: int, step: int) -> Batch:
+        """{"inputs" [n, 9, T], "targets" [n]}, n = classes · `per_class`."""
+        source = generator("windows", split, seed, step)
+        drawn = [own[torch.randperm(len(own), generator=source)[: self.per_class]] for own in self._members(split)]
+        return self._at(split, torch.cat(drawn))
+
+    def loss(self, params: Params, aux: Aux, batch: Batch) -> tuple[Tensor, Aux]:
+        """The structural loss, and its running means after the batch."""
+        return self.structural(self.distances(params, batch["inputs"]), batch["targets"], aux)
+
+    def evaluate(self, params: Params, aux: Aux, batch: Batch) -> Tensor:
+        """The structural loss about the means as they stand."""
+        d = self.distances(params, batch["inputs"])
+        return self.structural(d, batch["targets"], aux, moving=False)[0]
+
+    def whole(self, split: Split, seed: int) -> Iterator[tuple[Batch, int]]:
+        """The split's windows in an order drawn once and for all, `evaluation_size` at a time."""
+        if split not in self._whole:
+            source = generator("whole", split)
+            order = torch.randperm(len(self.windows(split).labels), generator=source)[: self.few]
+            self._whole[split] = [(self._at(split, rows), len(rows)) for rows in order.split(self.evaluation_size)]
+        yield from self._whole[split]
+
+    def step_facts(self, batch: Batch, aux: Aux) -> StepFacts:
+        """The windows of a batch, and the mean distances so far."""
+        figures = {f"{kind}_distance": float(aux[f"{kind}.mean"]) for kind in ("positive", "negative")}
+        return StepFacts(samples=len(batch["targets"]), unit="windows", figures=figures)
+
+    def windows(self, split: Split) -> Windows:
+        """A split's windows, standardised.
+
+        Raises:
+            UserError: for `heldout` where no subjects are held out.
+        """
+        if split not in self._windows:
+            where, remedy = "sequence-metric: heldout_subjects", "name some of the training subjects"
+            raise UserError(where, expected="subjects held out", found="none", remedy=remedy)
+        return self._windows[split]
+
+    def inputs(self, split: Split) -> Tensor:
+        """A split's windows [n, 9, T] in the parameters' precision."""
+        self.windows(split)
+        return self._inputs[split]
+
+    def embed(self, params: Params, inputs: Tensor) -> Tensor:
+        """Each window's last hidden state, [n, 9, T] → [n, M]; of the siamese encoder alone.
+
+        Raises:
+            UserError: for the coupled one.
+        """
+        if self.encoder != "siamese":
+            found, remedy = f"the {self.encoder} one", "ask for distances: its outputs exist only for pairs"
+            raise UserError("embedding", expected="the siamese encoder", found=found, remedy=remedy)
+        return self._last(params, inputs.permute(2, 0, 1))
+
+    def between(self, params: Params, left: Tensor, right: Tensor) -> Tensor:
+        """The distances of pairs of windows, [P, 9, T] twice → [P]; the same if left and right are exchanged."""
+        if self.encoder == "siamese":
+            return distance(self.embed(params, left), self.embed(params, right), self.distance)
+        h = self._last(params, torch.stack((left, right)).permute(3, 0, 1, 2))
+        return distance(h[0], h[1], self.distance)
+
+    def distances(self, params: Params, inputs: Tensor) -> Tensor:
+        """All distances of a batch, [n, 9, T] → [n, n], symmetric, 0 on the diagonal."""
+        n = len(inputs)
+        if self.encoder == "siamese":
+            h = self.embed(params, inputs)
+            return distance(h[:, None], h, self.distance) * (1 - torch.eye(n, dtype=h.dtype, device=h.device))
+        i, j = torch.triu_indices(n, n, 1, device=inputs.device)
+        places = torch.zeros(n, n, dtype=torch.long, device=inputs.device)
+        places[i, j] = places[j, i] = torch.arange(1, len(i) + 1, device=inputs.device)
+        pairs = self.between(params, inputs[i], inputs[j])
+        return torch.cat([pairs.new_zeros(1), pairs])[places]
+
+    def all_distances(self, params: Params, inputs: Tensor, report: Report = silent, size: int = 512) -> Tensor:
+        """`distances` of any number of windows without a tape, `size` pairs (or windows) at a time.
+
+        For the coupled encoder and n = 990 that is 489,555 pairs of 128 steps: some minutes. Beside the matrix [n, n]
+        it holds a batch: of 512 pairs at M = 100 some 0.3 GB.
+
+        Args:
+            params: of the encoder.
+            inputs: [n, 9, T].
+            report: progress in pairs, or in windows.
+            size: of a batch.
+        """
+        n, done = len(inputs), 0
+        with torch.no_grad():
+            if self.encoder == "siamese":
+                h = torch.cat([self.embed(params, part) for part in inputs.split(size)])
+                found = torch.cat([distance(part[:, None], h, self.distance) for part in h.split(max(1, size // 8))])
+                report("windows", n, n, {})
+                return found.fill_diagonal_(0)
+            found, (i, j) = torch.zeros(n, n, dtype=inputs.dtype), torch.triu_indices(n, n, 1)
+            for rows, columns in zip(i.split(size), j.split(size), strict=True):
+                d = self.between(params, inputs[rows], inputs[columns]).to(found.device)
+                found[rows, columns] = found[columns, rows] = d
+                done += len(rows)
+                report("pairs", done, len(i), {})
+            return found
+
+    def _fresh(self) -> sequence.Stack:
+        """An encoder, drawn from PyTorch's global generator."""
+        return sequence.make(ENCODERS[self.encoder], self.channels, self.hidden_size).to(self.dtype).eval()
+
+    def _last(self, params: Params, x: Tensor) -> Tensor:
+        """The last hidden states [..., n, M] over x [T, ..., n, 9]."""
+        output: Tensor = functional_call(self.stack, params, (x,))[0]
+        return output[-1]
+
+    def _at(self, split: Split, rows: Tensor) -> Batch:
+        targets = self.windows(split).labels[rows].to(self.device)
+        return {"inputs": self.inputs(split)[rows.to(self.device)], "targets": targets}
+
+    def _members(self, split: Split) -> list[Tensor]:
+        """The windows of each activity."""
+        own = self.windows(split)
+        found = [torch.nonzero(own.labels == label).flatten() for label in range(len(own.activities))]
+        for name, rows in zip(own.activities, found, strict=True):
+            if len(rows) < self.per_class:
+                where, expected = f"sequence-metric: {split}", f"at least {self.per_class} windows of {name}"
+                raise UserError(where, expected=expected, found=str(len(rows)), remedy="lower per_class")
+        return found

@@ -1,0 +1,155 @@
+"""Choices by name: what is built, and the one line that a mistake gives."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import implementations
+import oracles
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from l2lopt import cells, estimators, optimisers
+from l2lopt.core import registry
+from l2lopt.core.errors import UserError, did_you_mean
+from optimisees import OPTIMISEES
+
+
+class Widget:
+    """Something to build."""
+
+    def __init__(
+        self, size: int, rate: float = 0.5, mode: Literal["slow", "fast"] = "slow", parts: Sequence[int] = ()
+    ) -> None:
+        self.options = (size, rate, mode, list(parts))
+
+
+def gadget(flag: bool = False, limit: int | None = None) -> tuple[bool, int | None]:
+    return flag, limit
+
+
+class Plain(torch.nn.Module):
+    """Something without options, whose base takes any arguments."""
+
+
+TABLE = {"widget": Widget, "gadget": gadget}
+
+
+@pytest.mark.parametrize(
+    ("choice", "extra", "expected"),
+    [
+        ({"name": "widget", "size": 3, "mode": "fast"}, {}, (3, 0.5, "fast", [])),
+        ({"name": "widget", "rate": 2, "parts": [1, 2]}, {"size": 1}, (1, 2, "slow", [1, 2])),
+        ("widget", {"size": 3, "parts": (4,)}, (3, 0.5, "slow", [4])),
+    ],
+)
+def test_builds_a_class(choice, extra, expected):
+    assert registry.build(TABLE, "thing", choice, **extra).options == expected
+
+
+def test_builds_a_class_without_options():
+    assert isinstance(registry.make({"plain": Plain}, "thing", "plain"), Plain)
+    with pytest.raises(UserError, match="'args'; choose one of nothing"):
+        registry.make({"plain": Plain}, "thing", "plain", args=1)
+
+
+@pytest.mark.parametrize("choice", ["gadget", {"name": "gadget"}])
+def test_builds_a_function(choice):
+    assert registry.build(TABLE, "thing", choice) == (False, None)
+    assert registry.build(TABLE, "thing", choice, flag=True, limit=7) == (True, 7)
+
+
+def test_a_choice_is_left_as_it_was():
+    choice = {"name": "gadget", "flag": True}
+    registry.build(TABLE, "thing", choice)
+    assert choice == {"name": "gadget", "flag": True}
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ("wigdet", "thing: expected a known name, found 'wigdet'; did you mean 'widget'?"),
+        ("zzz", "thing: expected a known name, found 'zzz'; choose one of gadget, widget"),
+        (
+            {"size": 1},
+            "thing: expected a table with the key 'name', found {'size': 1}; add name = one of gadget, widget",
+        ),
+        (
+            {"name": 3},
+            "thing: expected a table with the key 'name', found {'name': 3}; add name = one of gadget, widget",
+        ),
+        ({"name": "widget"}, "thing 'widget': size: expected a value, found none; add the key"),
+        (
+            {"name": "widget", "size": 1, "raet": 1.0},
+            "thing 'widget': raet: expected a known key, found 'raet'; did you mean 'rate'?",
+        ),
+        (
+            {"name": "gadget", "zzz": 1},
+            "thing 'gadget': zzz: expected a known key, found 'zzz'; choose one of flag, limit",
+        ),
+        ({"name": "widget", "size": "3"}, "size: expected a valid integer, found '3'; change the value"),
+        ({"name": "widget", "size": True}, "size: expected a valid integer, found True; change the value"),
+        ({"name": "widget", "size": 1.0}, "size: expected a valid integer, found 1.0; change the value"),
+        ({"name": "widget", "size": 1, "rate": "fast"}, "rate: expected a valid number, found 'fast'; change"),
+        ({"name": "widget", "size": 1, "mode": "medium"}, "mode: expected 'slow' or 'fast', found 'medium'; change"),
+        ({"name": "widget", "size": 1, "parts": [1, "2"]}, "parts.1: expected a valid integer, found '2'; change"),
+        ({"name": "gadget", "flag": 1}, "flag: expected a valid boolean, found 1; change the value"),
+        ({"name": "gadget", "limit": "x"}, "'gadget': limit: expected a valid integer, found 'x'; change the value"),
+        ({"name": "gadget", "flag": "a\nb"}, "flag: expected a valid boolean, found"),
+        ({"name": "gadget", "kind": 1}, "kind: expected a known key"),
+    ],
+)
+def test_a_mistake_is_one_line_with_expected_found_and_remedy(choice, message):
+    with pytest.raises(UserError) as caught:
+        registry.build(TABLE, "thing", choice)
+    text = str(caught.value)
+    assert message in text
+    assert len(text.splitlines()) == 1
+    assert text == f"{caught.value.where}: expected {caught.value.expected}, found {caught.value.found}; " + (
+        caught.value.remedy
+    )
+
+
+def test_an_option_that_the_caller_gives_cannot_be_chosen():
+    with pytest.raises(UserError, match="flag"):
+        registry.build(TABLE, "thing", {"name": "gadget", "flag": True}, flag=False)
+
+
+@given(st.text(), st.text(), st.text(), st.text())
+def test_errors_are_one_line_whatever_they_quote(where, expected, found, remedy):
+    assert len(str(UserError(where, expected=expected, found=found, remedy=remedy)).splitlines()) == 1
+
+
+@given(st.text(), st.lists(st.text(min_size=1), unique=True))
+def test_did_you_mean_names_a_known_name_or_all(name, known):
+    remedy = did_you_mean(name, iter(known))
+    nearest = [other for other in known if remedy == f"did you mean {other!r}?"]
+    assert nearest or remedy == f"choose one of {', '.join(sorted(known)) or 'nothing: there are none'}"
+
+
+@pytest.mark.parametrize(
+    ("registered", "tested"),
+    [
+        (cells.CELLS | cells.PAIR_CELLS, implementations.CELLS),
+        (cells.CELLS | cells.PAIR_CELLS, oracles.CELLS),
+        (optimisers.OPTIMISERS, implementations.OPTIMISERS),
+        (optimisers.INPUTS, implementations.INPUTS),
+        (optimisers.RULES, implementations.RULES),
+        (estimators.UNROLLS, implementations.UNROLLS | implementations.MODULE_UNROLLS | implementations.ESTIMATORS),
+        (OPTIMISEES, implementations.OPTIMISEES),
+    ],
+    ids=["cells", "oracles of cells", "optimisers", "inputs", "rules", "unrolls", "optimisees"],
+)
+def test_every_registered_implementation_is_tested(registered, tested):
+    assert set(registered) <= {label.split()[0].strip(",") for label in tested}
+
+
+def test_an_entry_without_the_callers_option_is_told_of_it():
+    def lonely(size: int = 1) -> int:
+        return size
+
+    with pytest.raises(
+        UserError, match="thing 'lonely': expected an option 'seed', found none; add seed to the arguments"
+    ):
+        registry.build({"lonely": lonely}, "thing", "lonely", seed=1)

@@ -1,0 +1,194 @@
+"""The blockwise unroll: equal to the tape's first order, and right on average when it samples coordinates."""
+
+import math
+from contextlib import contextmanager
+from itertools import product
+
+import laws
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from implementations import BLOCKWISE, LEARNED, MIXTURES, crossed, problem, with_statistics_constant
+
+from l2lopt.core.errors import UserError
+from l2lopt.core.types import Layout, generator
+from l2lopt.estimators import Blockwise, Taped
+from l2lopt.estimators import memory_plan as planning
+from l2lopt.estimators.blockwise import stratified
+from l2lopt.estimators.memory_plan import activations, available_memory
+
+each_blockwise = pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in BLOCKWISE.items()])
+DIRECTION = "coordinatewise direction-and-magnitude"
+
+
+@each_blockwise
+@pytest.mark.parametrize(("rule", "mixture", "objective"), crossed(LEARNED, MIXTURES, ["loss", "log-loss"]))
+def test_meta_gradient_is_exact(make, objective, rule, mixture):
+    """Against the `torch.func` oracle, statistics over a tensor taken as constants."""
+    task = with_statistics_constant(problem(rule, mixture=mixture))
+    laws.assert_meta_gradient_is_exact(make(objective=objective), task, 1, objective)
+
+
+@pytest.mark.parametrize("optimisee", ["quadratic", "module with batch norm"])
+@pytest.mark.parametrize("truncation", [None, 1, 2, 3])
+@pytest.mark.parametrize("seeds", [3, (3, 4)], ids=["run", "rows"])
+def test_equals_the_tape(optimisee, truncation, seeds):
+    task = with_statistics_constant(problem(DIRECTION, optimisee, seeds=seeds, length=5))
+    ours, tape = laws.run(Blockwise(truncation, block=7), task), laws.run(Taped(truncation=truncation), task)
+    laws.assert_close(vars(ours), vars(tape), 1e-10)
+
+
+def test_the_slope_of_a_statistic_is_left_out():
+    task = problem(DIRECTION)
+    left_out, whole = laws.run(Blockwise(), task), laws.run(Taped(), task)
+    laws.assert_close(left_out.value, whole.value)
+    assert any((left_out.gradient[name] - whole.gradient[name]).abs().max() > 1e-6 for name in task.phi)
+
+
+def test_a_record_in_bfloat16_is_what_the_optimiser_sees():
+    """The run is that of rounded gradients, and the meta-gradient is that run's."""
+    task = problem("coordinatewise gated")
+
+    def rounded(phi, grads, state, params, loss=None, after=None):
+        return task.update(phi, grads.bfloat16().double(), state, params, loss, after)
+
+    ours = laws.run(Blockwise(record="bfloat16"), task)
+    tape = laws.run(Taped(), task._replace(update=rounded))
+    laws.assert_close([ours.value, ours.carry, ours.losses], [tape.value, tape.carry, tape.losses])
+    laws.assert_close(ours.gradient, tape.gradient, 2e-2)  # the sources are rounded too
+
+
+@pytest.mark.parametrize("rule", ["coordinatewise additive", DIRECTION])
+@pytest.mark.parametrize("seeds", [3, (3, 4)], ids=["run", "rows"])
+def test_the_mean_over_samples_of_coordinates_is_the_whole(rule, seeds):
+    task = problem(rule, "module with batch norm", seeds=seeds, length=2)
+    whole = laws.run(Blockwise(), task).gradient
+    draws = []
+    for seed in range(300):
+        unroll = Blockwise(share=0.25)
+        draws.append(unroll(*task[:4], task.steps, unroll.init(task.carry, task.phi, seed)).gradient)
+    for name, exact in whole.items():
+        drawn = torch.stack([draw[name] for draw in draws])
+        error = drawn.std(0) / len(draws) ** 0.5
+        assert ((drawn.mean(0) - exact).abs() <= 5 * error + 1e-12 * exact.abs().max()).all()
+        assert (drawn.std(0) > 0).any() or not exact.any()
+
+
+def test_a_sample_leaves_the_run_as_it_is():
+    task = problem(DIRECTION)
+    sampled = Blockwise(share=0.3)
+    ours = sampled(*task[:4], task.steps, sampled.init(task.carry, task.phi, 0))
+    whole = laws.run(Blockwise(), task)
+    laws.assert_same([ours.value, ours.carry, ours.losses], [whole.value, whole.carry, whole.losses])
+
+
+def test_every_window_draws_anew_and_the_state_tells_which():
+    task, unroll = problem(length=4), Blockwise(2, share=0.3)
+    state = unroll.init(task.carry, task.phi, 7)
+    result = unroll(*task[:4], task.steps, state)
+    assert result.state.tolist() == [7, 2]
+    pieces = laws.in_pieces(unroll, task, 2)
+    assert pieces[-1].state.tolist()[1] == 2
+    again = unroll(*task[:4], task.steps, state)
+    laws.assert_same(again.gradient, result.gradient)
+
+
+@given(st.lists(st.integers(0, 40), max_size=6), st.floats(0.01, 1.0))
+@settings(max_examples=50, deadline=None)
+def test_samples_are_stratified(sizes, share):
+    layout = Layout(tuple(f"p{k}" for k in range(len(sizes))), tuple((size,) for size in sizes))
+    places, weights, sample = stratified(layout, share, generator("test", 1))
+    assert sample.names == layout.names
+    assert places.tolist() == sorted(set(places.tolist()))
+    for size, count, own in zip(sizes, sample.sizes, sample.split(weights), strict=True):
+        assert (count > 0) == (size > 0)
+        assert min(size, 2) <= count <= max(share * size + 1, 2)
+        assert share * size <= count
+        assert own.sum().item() == pytest.approx(size)
+    tensors = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes, dtype=torch.int64))
+    for number, part in enumerate(sample.split(places)):
+        assert tensors[part].eq(number).all()
+
+
+@pytest.mark.parametrize("options", [{"truncation": 0}, {"block": 0}, {"share": 0.0}, {"share": 1.5}])
+def test_mistakes(options):
+    with pytest.raises(UserError, match=next(iter(options))):
+        Blockwise(**options)
+
+
+def test_vectors_are_used_again():
+    task, unroll = problem(), Blockwise()
+    laws.run(unroll, task)
+    before = [row.data_ptr() for row in unroll.rows.made]
+    laws.run(unroll, task)
+    assert before == [row.data_ptr() for row in unroll.rows.made]
+    other = problem("coordinatewise gated", "quadratic")
+    laws.assert_same(vars(laws.run(unroll, other)), vars(laws.run(Blockwise(), other)))
+
+
+def test_the_plan_counts_what_will_be_kept():
+    """A vector for each gradient and source that the window's record then holds, and the bytes of each."""
+    for mixture, record, share in product(MIXTURES, ["full", "bfloat16"], [1.0, 0.3]):
+        task = problem(mixture=mixture, seeds=(0, 1), length=6)
+        unroll = Blockwise(truncation=4, record=record, share=share)
+        plan = unroll.plan(*task[:4], task.steps, 6)
+        unroll(*task[:4], task.steps, unroll.init(task.carry, task.phi, 0))
+        kept = unroll.rows.made
+        assert plan.window == 4
+        assert plan.vectors - 1 <= len(kept) <= plan.vectors  # the last source only where the window closes
+        assert {row.numel() * row.element_size() for row in kept} == {plan.vector}
+        assert plan.seconds > 0
+        assert "free" in str(plan)
+
+
+def test_processes_of_a_machine_share_its_memory(monkeypatch):
+    alone = available_memory(torch.device("cpu"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert available_memory(torch.device("cpu")) == pytest.approx(alone / 4, rel=0.2)
+
+
+def test_a_plan_that_does_not_fit_names_the_window_that_does(monkeypatch):
+    task = problem()
+    plan = Blockwise().plan(*task[:4], task.steps, 240)
+    monkeypatch.setattr("l2lopt.estimators.blockwise.available_memory", lambda _: plan.state + 480 * plan.vector)
+    with pytest.raises(UserError, match="truncation to at most 239,"):  # two vectors a step, and one
+        Blockwise().plan(*task[:4], task.steps, 240)
+    assert Blockwise(truncation=239).plan(*task[:4], task.steps, 300).window == 239
+    Blockwise(spill="/nowhere").plan(*task[:4], task.steps, 240)  # the record lies in files
+    monkeypatch.setattr("l2lopt.estimators.blockwise.available_memory", lambda _: 10)
+    with pytest.raises(UserError, match="even one step"):
+        Blockwise().plan(*task[:4], task.steps, 4)
+
+
+def test_the_plan_counts_what_a_gradient_keeps():
+    """Of a product in a sigmoid: the weight, the input and the output, each once."""
+    weight, x = torch.zeros(300, 200, requires_grad=True), torch.zeros(100, 300)
+    with activations() as held:
+        torch.sigmoid(x @ weight).square().sum()
+    assert sum(held) == 4 * (100 * 300 + 100 * 200)
+
+
+def test_the_plans_state_has_what_a_gradient_keeps(monkeypatch):
+    task = problem()
+
+    @contextmanager
+    def many():
+        yield [10**9]
+
+    before = Blockwise().plan(*task[:4], task.steps, 4).state
+    monkeypatch.setattr("l2lopt.estimators.blockwise.activations", many)
+    monkeypatch.setattr("l2lopt.estimators.blockwise.available_memory", lambda _: 10**10)
+    assert 10**9 - before <= Blockwise().plan(*task[:4], task.steps, 4).state - before < 10**9
+
+
+@pytest.mark.parametrize(("limit", "left"), [("max", math.inf), ("1000", 1000 - 400 + 150)])
+def test_a_containers_limit_counts(tmp_path, limit, left):
+    for name, text in {
+        "memory.max": limit,
+        "memory.current": "400",
+        "memory.stat": "anon 9\ninactive_file 150",
+    }.items():
+        (tmp_path / name).write_text(text + "\n")
+    assert planning._allowed(tmp_path) == left
+    assert planning._allowed(tmp_path / "none") == math.inf

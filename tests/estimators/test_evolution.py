@@ -1,0 +1,119 @@
+"""Evolution strategies: the laws of any unroll, and the convergence of their mean."""
+
+import laws
+import pytest
+import torch
+from implementations import ESTIMATORS, problem
+
+from l2lopt import estimators
+from l2lopt.core.errors import UserError
+from l2lopt.core.types import detach
+from l2lopt.estimators import EvolutionStrategies, Taped
+
+each_estimator = pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in ESTIMATORS.items()])
+
+
+@each_estimator
+@pytest.mark.parametrize("rule", ["sgd", "coordinatewise additive"])
+def test_runs_the_inner_loop(make, rule):
+    laws.assert_runs_the_inner_loop(make(), problem(rule, "module with batch norm", "heldout", length=3))
+
+
+@each_estimator
+@pytest.mark.parametrize("length", [1, 3])
+def test_pieces_make_the_whole(make, length):
+    laws.assert_pieces_make_the_whole(make(), problem(length=5), length)
+
+
+@each_estimator
+def test_changes_nothing(make):
+    laws.assert_unroll_changes_nothing(make(), problem())
+
+
+@each_estimator
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_divergence_is_data(make, bad):
+    laws.assert_divergence_is_data(make(), problem(mixture="next batch"), bad)
+
+
+@each_estimator
+def test_empty_unroll_gives_zeros(make):
+    laws.assert_empty_unroll_gives_zeros(make(), problem())
+
+
+@each_estimator
+@pytest.mark.parametrize("objective", ["loss", "log-loss"])
+def test_value_is_that_of_backpropagation(make, objective):
+    task = problem(length=3)
+    values = [laws.run(unroll, task).value for unroll in (make(objective=objective), Taped(objective=objective))]
+    laws.assert_close(*values)
+
+
+@each_estimator
+def test_the_state_keeps_its_structure(make):
+    """So that a checkpoint can hold it."""
+    task = problem(length=2)
+    before = make().init(task.carry, task.phi, 3)
+    after = make()(*task[:4], task.steps, before).state
+    assert torch.utils._pytree.tree_structure(before) == torch.utils._pytree.tree_structure(after)
+    laws.assert_same(detach(after["calls"]), torch.tensor(1))
+
+
+def learned_rate(length):
+    """Gradient descent on one quadratic whose rate is e to the one meta-parameter: a smooth, curved meta-loss."""
+
+    def update(phi, g, state, params, loss):
+        return -phi["log_rate"].exp() * g, state
+
+    task = problem("sgd", "quadratic", "next batch", seeds=0, length=length)
+    return task._replace(update=update, phi={"log_rate": torch.tensor(-4.0, dtype=torch.float64)})
+
+
+def sampled(unroll, task, length, seeds):
+    """Mean and standard error of the summed estimates over a run cut into calls of `length` steps."""
+    values = []
+    for seed in range(seeds):
+        carry, state, total = task.carry, unroll.init(task.carry, task.phi, seed), 0.0
+        for start in range(0, len(task.steps), length):
+            piece = unroll(task.update, task.loss, task.phi, carry, task.steps[start : start + length], state)
+            carry, state, total = piece.carry, piece.state, total + piece.gradient["log_rate"].item()
+        values.append(total)
+    drawn = torch.tensor(values, dtype=torch.float64)
+    return drawn.mean().item(), (drawn.std() / len(drawn) ** 0.5).item()
+
+
+def exact(task, **options):
+    return laws.run(Taped(2, **options), task).gradient["log_rate"].item()
+
+
+@each_estimator
+def test_the_mean_converges_to_the_exact_gradient(make):
+    task = learned_rate(3)
+    mean, error = sampled(make(sigma=1e-3), task, 3, 150)
+    wanted = exact(task)
+    assert error < 0.1 * abs(wanted)
+    assert abs(mean - wanted) < 4 * error
+
+
+@pytest.mark.slow
+def test_persistent_is_unbiased_under_truncation_where_backpropagation_is_not():
+    task = learned_rate(6)
+    wanted, truncated = exact(task), exact(task, truncation=2)
+    mean, error = sampled(EvolutionStrategies(4, 1e-3, persistent=True), task, 2, 500)
+    plain, plain_error = sampled(EvolutionStrategies(4, 1e-3), task, 2, 150)
+    assert abs(mean - wanted) < 4 * error
+    assert abs(truncated - wanted) > 8 * error
+    assert abs(plain - wanted) > 8 * plain_error  # plain ES shares truncation's bias
+    assert abs(plain - truncated) < 4 * plain_error + 1e-3 * abs(truncated)
+
+
+@pytest.mark.parametrize("options", [{"pairs": 0}, {"sigma": 0.0}, {"objective": "logloss"}], ids=str)
+def test_options_out_of_range_are_refused(options):
+    with pytest.raises(UserError):
+        estimators.make("es", **options)
+
+
+def test_a_call_without_state_is_refused():
+    task = problem()
+    with pytest.raises(UserError, match="pass what init gives"):
+        EvolutionStrategies()(*task)

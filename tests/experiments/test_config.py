@@ -1,0 +1,169 @@
+"""Configs: typed, documented, and every mistake told in one line."""
+
+import tomllib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from l2lopt import estimators, optimisers
+from l2lopt.core import registry
+from l2lopt.core.errors import UserError
+from l2lopt.experiments import config as configs
+from l2lopt.experiments.config import Config, TrainConfig
+
+DEMO = configs.demo()
+
+
+def test_the_demos_config_builds():
+    experiment = configs.build(configs.load(DEMO))
+    assert sum(p.numel() for p in experiment.optimiser.cell.parameters()) == 3280
+    assert experiment.config.name == "learned-lstm"
+
+
+def test_a_config_survives_being_written(tmp_path):
+    config = configs.load(DEMO, ["unroll.length=7", "label='x'"])
+    path = tmp_path / "config.toml"
+    path.write_text(configs.dump(config))
+    assert configs.load(path) == config
+
+
+def test_every_field_is_documented():
+    def check(model, path):
+        for name, field in model.model_fields.items():
+            assert field.description, f"{path}.{name}"
+            if hasattr(field.annotation, "model_fields"):
+                check(field.annotation, f"{path}.{name}")
+
+    check(Config, "config")
+    check(TrainConfig, "config")
+
+
+@pytest.mark.parametrize(
+    ("change", "value"),
+    [
+        ("seed=3", lambda c: c.seed == 3),
+        ("unroll.length=[2, 9]", lambda c: c.unroll.length == [2, 9]),
+        ("optimiser.hidden_size = 5", lambda c: c.optimiser["hidden_size"] == 5),
+        ("optimisee.activation=relu", lambda c: c.optimisee["activation"] == "relu"),
+        ("unroll.targets.same=0.25", lambda c: c.unroll.targets.same == 0.25),
+        ("meta.rate=1e-3", lambda c: c.meta.rate == 1e-3),
+        ("device=cpu", lambda c: c.device == "cpu"),
+    ],
+)
+def test_a_change_reaches_its_field(change, value):
+    assert value(configs.load(DEMO, [change]))
+
+
+def test_a_name_becomes_a_table_when_its_option_is_changed():
+    config = configs.load({"optimisee": "mlp"}, ["optimisee.batch_size=16", "optimiser.cell=lstm"])
+    assert config.optimisee == {"name": "mlp", "batch_size": 16}
+
+
+def test_the_callers_mapping_is_left_alone():
+    data = {"optimisee": {"name": "mlp"}, "unroll": {"targets": {"next": 1.0}}}
+    configs.load(data, ["optimisee.batch_size=16", "unroll.targets.next=0.5", "seed=4"])
+    assert data == {"optimisee": {"name": "mlp"}, "unroll": {"targets": {"next": 1.0}}}
+
+
+MISTAKES = [
+    ("unroll.lenght=3", r"unroll\.lenght: expected a known key, found 'lenght'; did you mean 'length'\?"),
+    ("sede=3", r"sede: expected a known key, found 'sede'; did you mean 'seed'\?"),
+    ("unroll.length=-3", r"unroll\.length: expected greater than 0 or a valid list, found -3"),
+    ("unroll.length='x'", r"unroll\.length: expected a valid integer or a valid list, found 'x'"),
+    ("unroll.length=[5, 2]", r"unroll\.length: expected the smaller number first, found \[5, 2\]"),
+    ("unroll.length=[5, 2, 3]", r"unroll\.length: expected .* at most 2 items"),
+    ("unroll.targets={next=0.0}", r"unroll\.targets: expected at least one weight above 0"),
+    ("unroll.targets.next=-1.0", r"unroll\.targets\.next: expected greater than or equal to 0"),
+    ("unroll.estimator.order=3", r"unroll 'taped': order: expected 1 or 2, found 3"),
+    ("unroll.estimator=tapped", r"unroll: expected a known name, found 'tapped'; did you mean 'taped'\?"),
+    ("meta.updates=1.5", r"meta\.updates: expected a valid integer"),
+    ("meta.updates=true", r"meta\.updates: expected a valid integer"),
+    ("meta=3", r"meta: expected a .*, found 3"),
+    ("optimiser=coordinatewize", r"optimiser: expected a known name, .*did you mean 'coordinatewise'\?"),
+    (
+        "optimiser={name='adam', lr=0.1}",
+        r"optimiser: expected a known name, found 'adam'; choose one of coordinatewise",
+    ),
+    ("optimiser.cell=lstmm", r"cell: expected a known name, found 'lstmm'; did you mean 'lstm'\?"),
+    ("optimiser.rule.step_sizes=1", r"step_sizes: expected a known key, .*did you mean 'step_size'\?"),
+    ("optimiser.inputs=['rnnpropp']", r"input: expected a known name, .*did you mean 'rnnprop'\?"),
+    ("optimiser.inputs=['log-and-sign']", r"inputs: expected rnnprop for this rule, found log-and-sign"),
+    ("optimiser.inputs=['rnnprop', 'rnnprop']", r"inputs: expected each at most once"),
+    ("optimiser.seed=3", r"optimiser 'coordinatewise': expected no seed here, found seed"),
+    ("optimisee.device=cpu", r"optimisee 'mlp': expected no device here"),
+    ("optimiser.hidden_size=0", r"cell: input_size: expected at least 1, found 0"),
+    ("optimisee=mlpp", r"optimisee: expected a known name, found 'mlpp'; did you mean 'mlp'\?"),
+    ("optimisee.hidden=20", r"optimisee 'mlp': hidden: expected a list, found 20"),
+    ("optimisee.batch_size=100000", r"batch_size: expected from 1 to the 1300 training samples, found 100000"),
+    ("optimisee={hidden=[3]}", r"optimisee: expected a table with the key 'name'"),
+    ("evaluation.horizons=[5000]", r"evaluation\.horizons: expected at most 1000, found 5000"),
+    ("evaluation.baselines=[{optimiser='adem', rates=[0.1]}]", r"optimiser: expected a known name, found 'adem'"),
+    ("evaluation.baselines=[{optimiser='adam', rate=[0.1]}]", r"did you mean 'rates'\?"),
+    ("evaluation.baselines=[{optimiser='adam', rates=[-0.1]}]", r"rates\.0: expected greater than 0, found -0\.1"),
+    ("device=gpu", r"device: expected a device of this machine, found 'gpu'"),
+    ("unroll.length", r"--set: expected KEY=VALUE, found 'unroll\.length'"),
+    ("seed.x=3", r"--set: expected a table at 'seed', found 0"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), MISTAKES, ids=[change for change, _ in MISTAKES])
+def test_a_mistake_is_told_in_one_line(change, message):
+    with pytest.raises(UserError, match=message) as caught:
+        configs.build(configs.load(DEMO, ["seed=0", change]))
+    text = str(caught.value)
+    assert "\n" not in text
+    assert "expected" in text
+    assert "found" in text
+    assert "; " in text
+
+
+def test_a_missing_section_is_told():
+    with pytest.raises(UserError, match=r"optimisee: expected a value, found none; add the key"):
+        configs.load({})
+
+
+@pytest.mark.parametrize("content", [b"a = [\n", b"\xb8\xff", b"a = 1\na = 2\n"])
+def test_a_file_that_is_not_toml_is_refused(tmp_path, content):
+    path = tmp_path / "bad.toml"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"bad\.toml: expected a TOML file"):
+        configs.load(path)
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"none\.toml: expected a config file, found nothing"):
+        configs.load(tmp_path / "none.toml")
+
+
+@given(st.text(max_size=60))
+def test_any_text_is_a_config_or_a_user_error(text):
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        return
+    with pytest.raises(UserError):
+        configs.load(data)
+
+
+@given(st.text(max_size=40))
+def test_any_change_is_made_or_refused(text):
+    try:
+        changed = configs.load({"optimisee": "mlp"}, [text])
+    except UserError as error:
+        told = str(error)
+    else:
+        told = changed.name
+    assert "\n" not in told
+
+
+@pytest.mark.parametrize("path", sorted(configs.shipped("").glob("*.toml")), ids=lambda path: path.stem)
+def test_every_shipped_config_is_sound(path):
+    """As far as it can be told without its data."""
+    kind = TrainConfig if "train" in tomllib.loads(path.read_text(encoding="utf-8")) else Config
+    config = configs.load(path, kind=kind)
+    assert configs.load(tomllib.loads(configs.dump(config)), kind=kind) == config
+    if kind is Config:
+        optimisers.build(config.optimiser, optimisers.LEARNED)
+        registry.build(estimators.UNROLLS, "unroll", config.unroll.estimator)
+        assert config.evaluation.checked_horizons()

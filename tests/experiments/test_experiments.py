@@ -1,0 +1,216 @@
+"""Whole experiments: what lands in a run's folder."""
+
+import csv
+import json
+import math
+import shutil
+import tomllib
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from killing import killed
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import l2lopt
+from l2lopt.core.errors import UserError
+from l2lopt.core.types import Layout
+from l2lopt.experiments import config as configs
+from l2lopt.experiments import runs
+
+SMALL = [
+    "optimisee.hidden=[3]",
+    "optimiser.hidden_size=4",
+    "unroll.length=6",
+    "unroll.truncation=3",
+    "meta.updates=4",
+    "meta.validate_every=2",
+    "validation.horizons=[4]",
+    "validation.seeds=2",
+    "evaluation.seeds=3",
+    "evaluation.steps=8",
+    "evaluation.horizons=[4, 8]",
+    "evaluation.tuning_seeds=2",
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "demo"
+    l2lopt.demo(folder, changes=SMALL)
+    return folder
+
+
+def test_the_demo_leaves_everything(run):
+    names = {path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file()}
+    events = {name for name in names if name.startswith("events.out.tfevents.")}
+    assert len(events) == 1
+    assert names - events == {
+        "config.toml",
+        "metrics.jsonl",
+        "checkpoint.safetensors",
+        "optimiser.safetensors",
+        "evaluation.csv",
+        "evaluation.json",
+        "figures/loss-curves.png",
+        "figures/loss-curves.svg",
+    }
+
+
+def test_the_csv_has_the_promised_columns(run):
+    with (run / "evaluation.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == ["optimiser", "kind", "seed", "step", "split", "loss"]
+    assert {row["kind"] for row in rows} == {"learned", "baseline"}
+    assert {row["optimiser"] for row in rows} == {"learned-lstm", "sgd", "momentum", "adam", "adamw"}
+    assert {row["split"] for row in rows} == {"train", "test"}
+    assert {row["seed"] for row in rows} == {"0", "1", "2"}
+    assert all(math.isfinite(float(row["loss"])) for row in rows if row["kind"] == "learned")
+
+
+def test_metrics_and_events_tell_the_same(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if line["stage"] == "meta-train"]
+    events = EventAccumulator(str(run)).Reload().Scalars("meta-train/loss")
+    assert [event.value for event in events] == pytest.approx(losses, rel=1e-6)
+    assert [line["step"] for line in lines if line["stage"] == "validation"] == [0, 2, 4]
+
+
+def test_the_config_in_the_run_makes_the_run_again(run, tmp_path):
+    assert tomllib.loads((run / "config.toml").read_text())["unroll"]["length"] == 6
+    again = l2lopt.meta_train(run / "config.toml", tmp_path / "again")
+    assert (again / "optimiser.safetensors").read_bytes() == (run / "optimiser.safetensors").read_bytes()
+
+
+def test_evaluating_again_gives_the_same_losses(run):
+    before = (run / "evaluation.csv").read_bytes()
+    l2lopt.evaluate(run)
+    assert (run / "evaluation.csv").read_bytes() == before
+
+
+def test_drawing_again_gives_the_same_svg(run):
+    before = (run / "figures" / "loss-curves.svg").read_bytes()
+    l2lopt.plot(run)
+    assert (run / "figures" / "loss-curves.svg").read_bytes() == before
+
+
+@pytest.mark.parametrize("content", [None, "{", "{}", '{"horizons": 3}'])
+def test_a_damaged_summary_is_refused(run, tmp_path, content):
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    (folder / "evaluation.csv").write_bytes((run / "evaluation.csv").read_bytes())
+    if content is not None:
+        (folder / "evaluation.json").write_text(content)
+    with pytest.raises(UserError, match=r"evaluation\.json: expected an evaluation's summary"):
+        l2lopt.plot(folder)
+
+
+def test_a_learned_optimiser_loads_and_steps(run):
+    optimiser = l2lopt.load(run / "optimiser.safetensors")
+    layout = Layout(("w",), ((5,),))
+    change, _ = optimiser.update(torch.ones(5), optimiser.init(layout), torch.zeros(5))
+    assert change.isfinite().all()
+    assert change.abs().sum() > 0
+
+
+def test_an_earlier_run_is_not_overwritten_unasked(run):
+    before = (run / "optimiser.safetensors").read_bytes()
+    with pytest.raises(UserError, match=r"expected a new or empty folder.*--overwrite"):
+        l2lopt.meta_train(configs.demo(), run, changes=SMALL)
+    assert (run / "optimiser.safetensors").read_bytes() == before
+
+
+def test_a_mistake_leaves_no_folder(tmp_path):
+    with pytest.raises(UserError):
+        l2lopt.meta_train(configs.demo(), tmp_path / "run", changes=["optimiser.cell=none"])
+    assert not (tmp_path / "run").exists()
+
+
+def test_runs_are_evaluated_side_by_side(run, tmp_path):
+    other = l2lopt.meta_train(configs.demo(), tmp_path / "other", changes=[*SMALL, "meta.updates=2"])
+    result = l2lopt.evaluate(run, other, changes=["evaluation.baselines=[]"])
+    assert [name for name in result.seconds] == ["learned-lstm", "learned-lstm (other)"]
+    assert (run / "evaluation.csv").read_bytes() == (other / "evaluation.csv").read_bytes()
+    runs.plot(other)
+    assert (other / "figures" / "loss-curves.png").stat().st_size > 10_000
+    l2lopt.evaluate(run)
+
+
+def test_runs_on_different_problems_are_not_compared(run, tmp_path):
+    other = l2lopt.meta_train(configs.demo(), tmp_path / "other", changes=[*SMALL, "optimisee.hidden=[5]"])
+    with pytest.raises(UserError, match=r"other: expected the optimisee of .*demo, found another"):
+        l2lopt.evaluate(run, other)
+
+
+def test_a_script_may_pass_a_mapping(tmp_path):
+    folder = l2lopt.meta_train(
+        {"optimisee": {"name": "quadratic", "size": 3}},
+        tmp_path / "q",
+        changes=[*SMALL[1:6], "validation.horizons=[4]"],
+    )
+    assert l2lopt.load(folder / "optimiser.safetensors").phi()
+
+
+def test_progress_is_reported(tmp_path):
+    seen = []
+    l2lopt.meta_train(configs.demo(), tmp_path / "run", changes=SMALL, report=lambda *event: seen.append(event))
+    steps = [(done, total) for stage, done, total, _ in seen if stage == "meta-train"]
+    assert steps == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert all("loss" in figures for stage, *_, figures in seen if stage == "meta-train")
+
+
+@pytest.mark.parametrize("estimator", ["taped", "blockwise", "pes"])
+def test_a_problem_in_double_precision_is_meta_trained_and_evaluated(tmp_path, estimator):
+    changes = [*SMALL, "optimisee.dtype=float64", f"unroll.estimator={estimator}"]
+    folder = l2lopt.meta_train(configs.demo(), tmp_path / "run", changes=changes)
+    assert l2lopt.evaluate(folder).table
+
+
+def test_problems_of_several_dtypes_are_refused(tmp_path):
+    changes = [*SMALL, "mixed_with=[{name='quadratic', dtype='float64'}]"]
+    with pytest.raises(UserError, match="optimisees: expected one dtype, found float32, float64"):
+        l2lopt.meta_train(configs.demo(), tmp_path / "run", changes=changes)
+
+
+def test_files_of_others_are_left_alone(tmp_path, run):
+    own = tmp_path / "project"
+    (own / "figures").mkdir(parents=True)
+    (own / "config.toml").write_text("mine")
+    (own / "figures" / "paper.png").write_text("mine")
+    with pytest.raises(UserError, match="expected a new or empty folder, found files that no run has left"):
+        l2lopt.demo(own, changes=SMALL)
+    assert (own / "config.toml").read_text() == "mine"
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    (copy / "figures" / "paper.png").write_text("mine")
+    l2lopt.meta_train(configs.demo(), copy, changes=SMALL, overwrite=True)
+    assert [path.name for path in (copy / "figures").iterdir()] == ["paper.png"]
+
+
+def test_a_folder_that_cannot_be_written_in_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file" / "run", Path("/proc/l2lopt")):
+        with pytest.raises(UserError, match="expected a folder to write in"):
+            l2lopt.meta_train(configs.demo(), place, changes=SMALL)
+
+
+def test_runs_of_one_name_keep_a_line_each(run, tmp_path):
+    for place in ("a", "b", "c"):
+        shutil.copytree(run, tmp_path / place / "lstm")
+    result = l2lopt.evaluate(*(tmp_path / place / "lstm" for place in "abc"))
+    assert len({row.optimiser for row in result.table if row.kind == "learned"}) == 3
+    with pytest.raises(UserError, match="evaluate: expected each run once"):
+        l2lopt.evaluate(*[tmp_path / "a" / "lstm"] * 4)
+
+
+def test_the_curve_of_an_interrupted_training_is_drawn(tmp_path):
+    recipe = {"optimisee": "quadratic", "optimiser": "torch.optim.SGD", "train": {"steps": 40, "evaluate_every": 10}}
+    killed(partial(l2lopt.train, recipe, tmp_path / "run"), 25)
+    assert (tmp_path / "run" / "figures" / "training-curve.png") in l2lopt.plot(tmp_path / "run")
+
+
+def test_training_is_not_for_several_processes(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="train: expected one process, found 2 of torchrun's"):
+        l2lopt.train({"optimisee": "quadratic", "optimiser": "torch.optim.SGD"}, tmp_path / "run")

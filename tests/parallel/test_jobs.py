@@ -1,0 +1,87 @@
+"""The pieces of a study in processes of their own."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from l2lopt.core.errors import UserError
+from l2lopt.core.types import silent
+from l2lopt.parallel.jobs import make_all, spread
+
+
+def work(piece, report):
+    """A piece that would take a minute, or one that fails or is killed while that one is under way."""
+    kind, folder = piece
+    if kind == "long":
+        (folder / "begun").write_text("")
+        time.sleep(60)
+        (folder / "done").write_text("")
+    while not (folder / "begun").exists():
+        time.sleep(0.05)
+    time.sleep(0.5)
+    if kind == "fails":
+        raise UserError("piece", expected="this", found="that", remedy="mend it")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("fails", "piece: expected this, found that"), ("killed", "jobs: expected every process to live, .*lower --jobs")],
+)
+def test_where_a_piece_fails_the_others_are_ended(tmp_path, kind, message):
+    with pytest.raises(UserError, match=message):
+        make_all(work, [("long", tmp_path), (kind, tmp_path)], 2, silent)
+    assert [path.name for path in tmp_path.iterdir()] == ["begun"]
+
+
+def test_the_count_is_of_what_is_to_be_made():
+    """Pieces that were there, which report nothing, would make the rest seem as quick."""
+    seen = []
+    make_all(odd, [1, 2, 3, 5], 2, lambda *event: seen.append(event))
+    counts = [event[1:3] for event in seen if event[0] == "study"]
+    assert (counts[0], counts[-1]) == ((0, 4), (3, 3))
+    told = [event for event in seen if event[0] != "study"]
+    assert sorted(event[1] for event in told) == [1, 3, 5]
+    assert all(name in ("1: train", "2: train") and figures == {"loss": 0.5} for name, *_, figures in told)
+
+
+def odd(piece, report):
+    """An even piece is there already."""
+    if piece % 2:
+        report("train", piece, piece, {"loss": 0.5})
+
+
+def test_no_process_outlives_the_one_that_began_it(tmp_path):
+    """Or it would go on beside whoever takes the study up again."""
+    code = "import pathlib, test_jobs as t; t.make_all(t.endless, [pathlib.Path('made')], 2, t.silent)"
+    search = {"PYTHONPATH": str(Path(__file__).parent)}
+    began = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, **search})
+    made = tmp_path / "made"
+    while not made.exists():
+        assert began.poll() is None
+        time.sleep(0.05)
+    began.kill()
+    began.wait()
+    for _ in range(100):
+        if time.time() - made.stat().st_mtime > 2:
+            return
+        time.sleep(0.2)
+    pytest.fail("the process goes on")
+
+
+def endless(path, report):
+    """A piece without an end, which can be seen to go on."""
+    for step in range(10**6):
+        report("train", step, 10**6, {})
+        path.touch()
+        time.sleep(0.05)
+
+
+def test_a_spread_has_brackets_for_several_values_alone():
+    assert spread([1.0], 1) == "1.0"
+    assert spread([1.0, 2.0, 4.0], 2) == "2.33 (1.00–4.00)"

@@ -1,0 +1,81 @@
+"""Curves from records."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from l2lopt.core.errors import UserError
+from l2lopt.report import figures
+
+HEADER = ",".join(figures.COLUMNS) + "\n"
+
+
+def written(tmp_path, lines):
+    path = tmp_path / "evaluation.csv"
+    path.write_text(lines)
+    return path
+
+
+def test_bands_are_means_and_students_intervals(tmp_path):
+    losses = [1.0, 2.0, 4.0]
+    rows = "".join(f"a,learned,{seed},10,train,{loss}\n" for seed, loss in enumerate(losses))
+    band = figures.read(written(tmp_path, HEADER + rows))["a", "learned", "train"]
+    low, high = stats.t.interval(0.95, 2, loc=np.mean(losses), scale=stats.sem(losses))
+    assert (band.steps[0], band.mean[0]) == (10, pytest.approx(np.mean(losses)))
+    assert (band.low[0], band.high[0]) == (pytest.approx(low), pytest.approx(high))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", r"expected columns optimiser,.*found an empty file"),
+        ("a,b\n1,2\n", r"found a,b"),
+        (HEADER + "a,learned,0,ten,train,1.0\n", r"line 2: expected a loss"),
+        (HEADER + "a,learned,0,1,train,1.0\na,learned\n", r"line 3: expected a loss"),
+    ],
+)
+def test_a_damaged_file_is_refused(tmp_path, content, message):
+    with pytest.raises(UserError, match=message):
+        figures.read(written(tmp_path, content))
+
+
+@pytest.mark.parametrize("splits", [("train",), ("train", "test")])
+def test_both_figures_are_drawn_even_of_runs_that_diverged(tmp_path, splits):
+    rows = [
+        f"{name},{kind},{seed},{step},{split},{loss}\n"
+        for name, kind in (("mine", "learned"), ("sgd", "baseline"), ("adam", "baseline"))
+        for split in splits
+        for seed in range(2)
+        for step, loss in ((0, 2.0), (1, 1.0 + seed), (10, 0.1), (100, float("nan") if name == "sgd" else 0.01))
+    ]
+    bands = figures.read(written(tmp_path, HEADER + "".join(rows)))
+    paths = figures.loss_curves(bands, tmp_path / "figures", "title", breaks=[10, 100])
+    assert [path.name for path in paths] == ["loss-curves.png", "loss-curves.svg"]
+    assert all(path.stat().st_size > 5000 for path in paths)
+    assert "<svg" in paths[1].read_text()[:1000]
+
+
+def test_a_baselines_line_is_cut_after_each_horizon():
+    band = figures.Band(*(np.array([0, 1, 10, 20, 100]) for _ in range(4)))
+    cut = figures._cut(band, [10, 100])
+    assert np.isnan(cut.steps).tolist() == [False, False, True, False, False, True]
+    assert cut.mean[~np.isnan(cut.mean)].tolist() == [1, 10, 20, 100]
+
+
+def test_a_curve_that_rises_above_the_first_loss_leaves_the_picture():
+    def top(*curves, steps=(0, 1, 10)):
+        bands = {
+            (str(k), "learned"): figures.Band(np.array(steps), *[np.array(one)] * 3) for k, one in enumerate(curves)
+        }
+        figure, panel = figures.plt.subplots()
+        figures._panel(panel, bands, ())
+        figures.plt.close(figure)
+        return panel.get_ylim()[1]
+
+    low, high = [4.0, 2.0, 1.0], [4.0, 1e5, 2.0]
+    assert top(low, high) == 4.0
+    assert top(low, [4.0, 1e5, 0.0]) == 4.0  # a logarithm's axis has no zero
+    assert top(low) == pytest.approx(2.0, rel=0.1)  # step 0 is not drawn
+    assert top([4.0, 9.0, 5.0]) > 9.0  # or nothing would be left
+    assert top(low, [4.0, np.nan, np.inf]) < 4.0
+    assert top(low, high, steps=(1, 10, 100)) > 1e5

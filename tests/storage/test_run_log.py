@@ -1,0 +1,51 @@
+"""Records: lines, events and files written by rename."""
+
+import json
+import math
+from contextlib import closing
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from l2lopt.core.errors import UserError
+from l2lopt.storage.run_log import Records, existing, write_json, write_text, written_whole
+
+
+def test_figures_reach_the_lines_and_tensorboard(tmp_path):
+    with closing(Records(tmp_path)) as records:
+        records.write("meta-train", 1, {"loss": 2.5, "norm": math.inf})
+        records.write("meta-train", 2, {"loss": 1.5, "norm": 3.0})
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [
+        {"stage": "meta-train", "step": 1, "loss": 2.5, "norm": None},
+        {"stage": "meta-train", "step": 2, "loss": 1.5, "norm": 3.0},
+    ]
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("meta-train/loss")] == [(1, 2.5), (2, 1.5)]
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "folder" / "file.txt"
+    write_text(path, "first")
+
+    def interrupted():
+        with written_whole(path) as temporary:
+            temporary.write_text("sec")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        interrupted()
+    assert path.read_text() == "first"
+    assert [entry.name for entry in path.parent.iterdir()] == ["file.txt"]
+
+
+def test_json_holds_no_bare_nan(tmp_path):
+    write_json(tmp_path / "a.json", {"a": [1.0, math.nan], "b": {"c": math.inf}})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"a": [1.0, None], "b": {"c": None}}
+
+
+@pytest.mark.parametrize("kind", ["missing", "folder"])
+def test_a_path_that_is_no_file_is_refused(tmp_path, kind):
+    path = tmp_path if kind == "folder" else tmp_path / "none"
+    with pytest.raises(UserError, match=r"expected a config.*do this"):
+        existing(path, "a config", "do this")

@@ -1,0 +1,319 @@
+"""Meta-training: the loop around an unroll."""
+
+import math
+from functools import partial
+
+import oracles
+import pytest
+import torch
+from pydantic import ValidationError
+
+import optimisees
+from l2lopt import optimisers
+from l2lopt.core.types import generator, seed_of
+from l2lopt.estimators import Blockwise, MetaGradient, Taped, Unroll
+from l2lopt.evaluation.comparison import run_free
+from l2lopt.optimisers import Optimiser
+from l2lopt.training.meta_train import MetaTrainSettings, Targets, UnrollSettings, inner_steps, meta_train
+
+
+class LearnedRate(Optimiser):
+    """Gradient descent whose rate is the one meta-parameter."""
+
+    def __init__(self, rate):
+        super().__init__()
+        self.rate = torch.nn.Parameter(torch.tensor(rate, dtype=torch.float64))
+
+    def init(self, layout, batch=(), *, like=None):
+        return optimisers.SGD(1.0).init(layout, batch, like=like)
+
+    def update(self, grads, state, params, loss=None, after=None):
+        return -self.rate * grads, state
+
+
+class Recorded:
+    def __init__(self):
+        self.lines = []
+
+    def write(self, stage, step, figures):
+        self.lines.append((stage, step, dict(figures)))
+
+
+@pytest.fixture(scope="module")
+def quadratic():
+    return optimisees.make("quadratic", size=3, dtype="float64")
+
+
+def train(optimiser, optimisee, unroll=None, *, score=lambda _: 0.0, records=None, unrolls=None, **changes):
+    settings = MetaTrainSettings(**{"updates": 6, "warm_up": 0, "validate_every": 2} | changes)
+    unrolls = unrolls or UnrollSettings(length=4)
+    problems = optimisee if isinstance(optimisee, list) else [optimisee]
+    return meta_train(optimiser, problems, unroll or Taped(), settings, unrolls, score=score, records=records)
+
+
+def test_the_rate_of_gradient_descent_is_learned(quadratic):
+    optimiser = LearnedRate(1e-4)
+    seeds = [1, 2, 3]
+
+    def score(rule):
+        return float(run_free(rule, quadratic, seeds, [8]).losses["train"].mean())
+
+    before = score(optimiser)
+    result = train(optimiser, quadratic, score=score, updates=60, rate=2e-3, unrolls=UnrollSettings(length=8))
+    assert result.score < 0.5 * before
+    assert optimiser.rate > 1e-3
+    assert score(optimiser) == result.score
+
+
+def test_one_meta_update_is_adam_on_the_mean_clipped_gradient(quadratic):
+    recorded = []
+
+    class Spy(Taped):
+        def __call__(self, *args, **kwargs):
+            recorded.append(super().__call__(*args, **kwargs))
+            return recorded[-1]
+
+    optimiser = LearnedRate(1e-3)
+    train(optimiser, quadratic, Spy(), updates=1, batch=3, rate=0.01, score=lambda rule: -float(rule.rate.detach()))
+    reference = torch.nn.Parameter(torch.tensor(1e-3, dtype=torch.float64))
+    reference.grad = sum(piece.gradient["rate"] / 4 for piece in recorded) / 3
+    torch.nn.utils.clip_grad_norm_([reference], 1.0)
+    torch.optim.Adam([reference], lr=0.01).step()
+    assert len(recorded) == 3
+    assert float(optimiser.rate.detach()) == pytest.approx(float(reference.detach()), rel=1e-12)
+
+
+def test_the_best_and_not_the_last_optimiser_is_kept(quadratic):
+    scores = iter([3.0, 1.0, 2.0, 5.0])
+    seen = []
+
+    def score(rule):
+        seen.append(float(rule.rate.detach()))
+        return next(scores)
+
+    optimiser = LearnedRate(1e-3)
+    result = train(optimiser, quadratic, score=score)
+    assert (result.score, result.update) == (1.0, 2)
+    assert result.scores == {0: 3.0, 2: 1.0, 4: 2.0, 6: 5.0}
+    assert float(optimiser.rate.detach()) == seen[1] != seen[-1]
+
+
+def test_an_unroll_that_is_not_finite_is_counted_and_left_out(quadratic):
+    class Flaky(Unroll):
+        def __init__(self):
+            self.calls = 0
+
+        def init(self, carry, phi, seed):
+            return ()
+
+        def __call__(self, update, loss, phi, carry, steps, state=()):
+            self.calls += 1
+            piece = Taped()(update, loss, phi, carry, steps, state)
+            if self.calls % 2:
+                poison = {name: torch.full_like(value, torch.nan) for name, value in piece.gradient.items()}
+                return MetaGradient(piece.value, poison, piece.carry, piece.losses, False)
+            return piece
+
+    records = Recorded()
+    optimiser = LearnedRate(1e-3)
+    result = train(optimiser, quadratic, Flaky(), records=records, score=lambda rule: -float(rule.rate.detach()))
+    assert result.skipped == 3
+    assert math.isfinite(float(optimiser.rate.detach()))
+    last = [figures for stage, _, figures in records.lines if stage == "meta-train"][-1]
+    assert last["skipped"] == 3.0
+
+
+def test_phi_stays_when_no_unroll_is_finite(quadratic):
+    optimiser = LearnedRate(1e200)
+    result = train(optimiser, quadratic, unrolls=UnrollSettings(length=9))
+    assert result.skipped == 6
+    assert float(optimiser.rate.detach()) == 1e200
+
+
+def test_truncation_carries_the_run_on(quadratic):
+    """Windows of a run follow one another; the next run begins where the last has ended, from another seed."""
+    begun = []
+
+    class Spy(Taped):
+        def __call__(self, update, loss, phi, carry, steps, state=()):
+            piece = super().__call__(update, loss, phi, carry, steps, state)
+            begun.append((carry.params, piece.carry.params, len(piece.losses)))
+            return piece
+
+    train(LearnedRate(1e-3), quadratic, Spy(), unrolls=UnrollSettings(length=5, truncation=2))
+    assert [count for *_, count in begun] == [2, 2, 1, 2, 2, 1]
+    for first, second in ((0, 1), (1, 2), (3, 4), (4, 5)):
+        assert torch.equal(begun[first][1], begun[second][0])
+    assert not torch.equal(begun[2][1], begun[3][0])
+    assert not torch.equal(begun[0][0], begun[3][0])
+
+
+def test_equal_seeds_give_equal_meta_parameters():
+    mlp = optimisees.make("mlp", hidden=[3])
+    results = []
+    for _ in range(2):
+        optimiser = optimisers.make("coordinatewise", hidden_size=4)
+        unrolls = UnrollSettings(length=[3, 9], truncation=3, targets=Targets(next=0.5, heldout=0.5))
+        train(optimiser, mlp, unrolls=unrolls)
+        results.append(optimiser.phi())
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+def test_scaled_runs_are_the_same_problem_in_other_units(quadratic):
+    """c∘(θ/c) is θ at the start, the gradient is c times the plain one, and each run draws its own c within bounds."""
+    starts = []
+
+    class Spy(Taped):
+        def __call__(self, update, loss, phi, carry, steps, state=()):
+            steps = list(steps)
+            theta = carry.params.clone().requires_grad_()
+            value, _ = loss(theta, carry.aux, steps[0].batch)
+            starts.append((carry.params, value.detach(), torch.autograd.grad(value, theta)[0]))
+            return super().__call__(update, loss, phi, carry, steps, state)
+
+    for scaling in (0.0, 0.7):
+        train(LearnedRate(1e-4), quadratic, Spy(), updates=2, unrolls=UnrollSettings(length=1, scaling=scaling))
+    plain, scaled = starts[:2], starts[2:]
+    scales = [p[0] / s[0] for p, s in zip(plain, scaled, strict=True)]
+    for (_, value, gradient), (_, other, other_gradient), scale in zip(plain, scaled, scales, strict=True):
+        assert torch.allclose(value, other, rtol=1e-12)
+        assert torch.allclose(other_gradient, scale * gradient, rtol=1e-12)
+        assert scale.log().abs().max() <= 0.7
+    assert not torch.equal(*scales)
+
+
+def test_the_size_of_the_updates_is_recorded(quadratic):
+    records = Recorded()
+    train(LearnedRate(1e-3), quadratic, records=records, updates=1, unrolls=UnrollSettings(length=1))
+    figures = next(figures for stage, _, figures in records.lines if stage == "meta-train")
+    params, _ = quadratic.init(seed_of("meta-train", 0, 0))
+    matrix, target = quadratic.batch("train", seed_of("meta-train", 0, 0), 0)
+    gradient = 2 * matrix.T @ (matrix @ params["theta"] - target)
+    assert figures["update_size"] == pytest.approx(1e-3 * float(gradient.square().mean().sqrt()), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        {"next": 1.0},
+        {"next": 0.0, "same": 1.0},
+        {"next": 0.5, "heldout": 0.5},
+        {"next": 0.2, "same": 0.3, "heldout": 0.5},
+    ],
+    ids=lambda targets: " ".join(targets),
+)
+def test_steps_hold_what_the_targets_name(targets):
+    mlp = optimisees.make("mlp")
+    steps = list(inner_steps(mlp, Targets(**targets), 7, 4, 3))
+    inner = "inner" if targets.get("heldout") else "train"
+    for index, step in enumerate(steps):
+        expected = {
+            "next": mlp.batch(inner, 7, 5 + index),
+            "same": mlp.batch(inner, 7, 4 + index),
+            "heldout": mlp.batch("heldout", 7, 4 + index) if inner == "inner" else None,
+        }
+        named = [name for name, weight in targets.items() if weight]
+        assert torch.equal(step.batch["inputs"], expected["same"]["inputs"])
+        assert [target.weight for target in step.targets] == [targets[name] for name in named]
+        for name, target in zip(named, step.targets, strict=True):
+            assert torch.equal(target.batch["inputs"], expected[name]["inputs"]), name
+        if targets["next"] and index + 1 < len(steps):
+            assert steps[index + 1].batch is step.targets[0].batch  # so that its gradient is not taken twice
+
+
+def test_drawn_lengths_are_log_uniform():
+    settings = UnrollSettings(length=[100, 500])
+    drawn = torch.tensor([float(settings.draw_length(generator("t", i), 1)) for i in range(4000)]).log()
+    low, high = math.log(100), math.log(500)
+    assert drawn.min() >= low - 1e-6
+    assert drawn.max() <= high + 1e-6
+    assert float(drawn.mean()) == pytest.approx((low + high) / 2, abs=4 * (high - low) / math.sqrt(12 * 4000))
+    assert float(drawn.std()) == pytest.approx((high - low) / math.sqrt(12), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("update", "length"), [(1, 2), (2, 2), (3, 4), (5, 6), (7, 9), (8, 10), (100, 10)], ids=lambda value: str(value)
+)
+def test_a_curriculum_begins_with_short_runs(update, length):
+    settings = UnrollSettings(length=10, truncation=2, curriculum=8)
+    assert settings.draw_length(generator("t"), update) == length
+
+
+def test_runs_lengthen_along_the_curriculum(quadratic):
+    lengths = []
+
+    class Spy(Taped):
+        def __call__(self, update, loss, phi, carry, steps, state=()):
+            piece = super().__call__(update, loss, phi, carry, steps, state)
+            lengths.append(len(piece.losses))
+            return piece
+
+    train(LearnedRate(1e-3), quadratic, Spy(), unrolls=UnrollSettings(length=6, curriculum=4))
+    assert lengths == [2, 3, 4, 6, 6, 6]
+
+
+def test_every_run_draws_one_of_the_optimisees():
+    sizes = []
+
+    class Spy(Taped):
+        def init(self, carry, phi, seed):
+            sizes.append(len(carry.params))
+            return super().init(carry, phi, seed)
+
+    problems = [optimisees.make("quadratic", size=size, dtype="float64") for size in (2, 3, 5)]
+    train(LearnedRate(1e-3), problems, Spy(), unrolls=UnrollSettings(length=1), updates=90, validate_every=90)
+    assert len(sizes) == 90
+    assert all(15 <= sizes.count(size) <= 45 for size in (2, 3, 5))  # 30 ± 15 is 3.4 standard deviations
+
+
+@pytest.mark.parametrize("shape", ["constant", "linear", "exponential"])
+def test_the_meta_rate_follows_its_schedule(quadratic, shape):
+    records = Recorded()
+    train(LearnedRate(1e-3), quadratic, records=records, updates=8, warm_up=2, rate=0.01, schedule=shape, final=0.1)
+    rates = [figures["rate"] for stage, _, figures in records.lines if stage == "meta-train"]
+    assert rates == pytest.approx([0.01 * oracles.warm_up_then(shape, step, 2, 8, 0.1) for step in range(8)])
+
+
+def test_an_exponential_schedule_needs_an_end_above_0():
+    with pytest.raises(ValidationError, match="final above 0"):
+        MetaTrainSettings(schedule="exponential")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", ["lstm", "ihc-lstm"])
+@pytest.mark.parametrize("rule", optimisers.RULES)
+@pytest.mark.parametrize("chosen", [*optimisers.INPUTS, "all"])
+def test_every_rule_cell_and_input_meta_trains_on_digits(rule, cell, chosen):
+    """20 meta-updates with finite losses, none left out, and φ has moved."""
+    inputs = list(optimisers.INPUTS) if chosen == "all" else [chosen]
+    if rule == "direction-and-magnitude" and "rnnprop" not in inputs:
+        inputs.append("rnnprop")
+    optimiser = optimisers.make("coordinatewise", cell=cell, inputs=inputs, rule=rule)
+    before = {name: value.clone() for name, value in optimiser.phi().items()}
+    records, problem = Recorded(), optimisees.make("mlp")
+    unrolls = UnrollSettings(length=[5, 10], truncation=5, targets=Targets(next=0.5, heldout=0.5))
+    score = partial(log_loss, problem)
+    result = train(optimiser, problem, Blockwise(), records=records, unrolls=unrolls, score=score, updates=20)
+    figures = [line for stage, _, line in records.lines if stage == "meta-train"]
+    assert len(figures) == 20
+    assert all(math.isfinite(line[name]) for line in figures for name in ("meta_loss", "loss", "gradient_norm"))
+    assert result.skipped == 0
+    assert all(math.isfinite(value) for value in result.scores.values())
+    assert result.update == 0 or any((before[name] != value).any() for name, value in optimiser.phi().items())
+
+
+def log_loss(problem, optimiser):
+    return float(run_free(optimiser, problem, [1], [10], ("train",)).losses["train"].log().mean())
+
+
+@pytest.mark.parametrize(
+    ("rule", "inputs", "told"),
+    [("additive", [], False), ("direction-and-magnitude", [], False), ("direction-and-magnitude", ["parameter"], True)],
+)
+def test_what_a_meta_gradient_takes_and_leaves_out_is_told_once(quadratic, caplog, rule, inputs, told):
+    optimiser = optimisers.make("coordinatewise", hidden_size=3, rule=rule, inputs=["rnnprop", *inputs]).double()
+    with caplog.at_level("INFO", logger="l2lopt"):
+        train(optimiser, quadratic, Blockwise(), unrolls=UnrollSettings(length=6, truncation=3))
+    lines = [record.getMessage() for record in caplog.records]
+    assert sum("a meta-gradient of 3 steps: record" in line for line in lines) == 1
+    assert sum("slope" in line for line in lines) == told

@@ -1,0 +1,67 @@
+"""The learned optimisers that come with the package."""
+
+import pytest
+import torch
+
+import l2lopt
+from l2lopt import optimisers
+from l2lopt.core.errors import UserError
+from l2lopt.evaluation.comparison import run_free
+from l2lopt.experiments.config import Config
+from l2lopt.weights import files
+from optimisees import mlp
+
+from test_cli import called  # isort: skip
+
+NAMES = ["ihc-lstm", "lstm"]
+
+
+def test_they_are_listed():
+    assert l2lopt.list_weights() == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_header_says_how_they_were_made_and_what_they_are_worth(name):
+    header = files.header(name)
+    training = header["training"]
+    config = Config.model_validate(training["config"])
+    assert config.optimiser["cell"] == header["optimiser"]["cell"] == name
+    assert min(training[key] for key in ("seconds", "inner_steps", "meta_updates", "best_update")) > 0
+    for rows in training["comparisons"].values():
+        shown = {row["optimiser"] for row in rows}
+        assert {"LSTM", "IHC-LSTM", "control: the rule without its network", "adam"} <= shown
+    assert (files.HOME / f"{name}.safetensors").stat().st_size < 100_000
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_they_train_a_network_they_have_not_seen(name):
+    """In 100 steps much further than Adam at its usual rate; how they stand beside others is in their headers."""
+    problem = mlp([24, 24], "relu")
+    learned, adam = (
+        float(run_free(rule, problem, [1, 2, 3], [100], ("train",)).losses["train"].mean())
+        for rule in (files.load(name), optimisers.make("adam", lr=1e-3))
+    )
+    assert learned < 0.2 * adam
+
+
+def test_a_name_goes_wherever_a_file_does(tmp_path):
+    model = torch.nn.Linear(3, 2)
+    by_name = l2lopt.LearnedOptimizer(model.parameters(), "lstm")
+    by_path = l2lopt.LearnedOptimizer(model.parameters(), files.HOME / "lstm.safetensors")
+    assert by_name.param_groups[0]["weights"] == by_path.param_groups[0]["weights"]
+    config = {"optimisee": {"name": "mlp", "hidden": [4]}, "optimiser": {"weights": "lstm"}, "train": {"steps": 3}}
+    assert l2lopt.train(config, tmp_path / "run").step == 3
+
+
+def test_a_name_that_is_none_is_refused_with_those_there_are():
+    with pytest.raises(UserError, match=r"ltsm: expected a learned optimiser.*one of ihc-lstm, lstm"):
+        l2lopt.load("ltsm")
+
+
+def test_the_command_line_shows_them(monkeypatch, capsys):
+    code, out, _ = called(monkeypatch, capsys, "weights")
+    assert code == 0
+    assert [line.partition(":")[0] for line in out.splitlines()] == NAMES
+    code, out, _ = called(monkeypatch, capsys, "weights", "lstm")
+    assert code == 0
+    assert "control" in out
