@@ -29,25 +29,43 @@ def make(table: Table, kind: str, name: str, /, **options: Any) -> Any:
     Raises:
         UserError: for an unknown name or option, a missing one, or one of the wrong type.
     """
+    name, options = _current_spelling(table, name, options)
     if name not in table:
-        raise UserError(kind, expected="a known name", found=repr(name), remedy=did_you_mean(name, table))
+        remedy = did_you_mean(name, table, _old_names(table))
+        raise UserError(kind, expected="a known name", found=repr(name), remedy=remedy)
     return table[name](**_check(f"{kind} {name!r}", _options_model(table[name]), options))
 
 
 def build(table: Table, kind: str, choice: Choice, /, **extra: Any) -> Any:
     """`make` for a choice: a name, or a mapping of `name` and options; `extra` options are the caller's alone."""
-    if isinstance(choice, str):
-        return make(table, kind, choice, **_taken(table, kind, choice, extra))
-    options = dict(choice)
+    options = {"name": choice} if isinstance(choice, str) else dict(choice)
     name = options.pop("name", None)
     if not isinstance(name, str):
         remedy = f"add name = one of {', '.join(sorted(table))}"
         raise UserError(kind, expected="a table with the key 'name'", found=f"{choice}", remedy=remedy)
+    name, options = _current_spelling(table, name, options)
     for option in options.keys() & extra.keys():
         raise UserError(
             f"{kind} {name!r}", expected=f"no {option} here", found=option, remedy="drop the key: it is set for you"
         )
     return make(table, kind, name, **options, **_taken(table, kind, name, extra))
+
+
+def _old_names(table: Table) -> dict[str, str]:
+    """Earlier name → name, from the `old_names` of the entries that have any."""
+    return {old: name for name, entry in table.items() for old in getattr(entry, "old_names", ())}
+
+
+def _current_spelling(table: Table, name: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """A choice as it is spelt today: configs of earlier versions stay readable.
+
+    An entry that was renamed lists its earlier names in `old_names`; one whose options were renamed has a table
+    `old_options`, earlier name → name. An option given under both names is left alone, and refused as unknown.
+    """
+    name = name if name in table else _old_names(table).get(name, name)
+    renamed = getattr(table.get(name), "old_options", {})
+    new = {option: renamed.get(option, option) for option in options}
+    return name, {old if new[old] in options else new[old]: value for old, value in options.items()}
 
 
 def _taken(table: Table, kind: str, name: str, extra: Mapping[str, Any]) -> Mapping[str, Any]:

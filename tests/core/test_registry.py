@@ -1,7 +1,7 @@
 """Choices by name: what is built, and the one line that a mistake gives."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import implementations
 import oracles
@@ -109,6 +109,38 @@ def test_a_mistake_is_one_line_with_expected_found_and_remedy(choice, message):
     assert text == f"{caught.value.where}: expected {caught.value.expected}, found {caught.value.found}; " + (
         caught.value.remedy
     )
+
+
+class Renamed:
+    old_names = ("rnamed", "gizmo")
+    old_options: ClassVar = {"truncation": "window"}
+
+    def __init__(self, window: int = 1, seed: int = 0) -> None:
+        self.window, self.seed = window, seed
+
+
+@pytest.mark.parametrize("name", ["renamed", "gizmo"])
+@pytest.mark.parametrize("option", ["window", "truncation"])
+def test_old_spellings_stay_readable(name, option):
+    table = TABLE | {"renamed": Renamed}
+    assert registry.make(table, "thing", name, **{option: 3}).window == 3
+    built = registry.build(table, "thing", {"name": name, option: 3}, seed=4)
+    assert (built.window, built.seed) == (3, 4)
+    assert registry.build(table, "thing", name, seed=4).seed == 4
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ("zzz", "choose one of gadget, renamed, widget"),
+        ("gizm", "did you mean 'gizmo'"),
+        ({"name": "gizmo", "truncation": 1, "window": 1}, "thing 'renamed': truncation: expected a known key"),
+        ({"name": "gizmo", "truncation": "a"}, "thing 'renamed': window: expected a valid integer"),
+    ],
+)
+def test_mistakes_are_told_in_new_spellings(choice, message):
+    with pytest.raises(UserError, match=message):
+        registry.build(TABLE | {"renamed": Renamed}, "thing", choice)
 
 
 def test_an_option_that_the_caller_gives_cannot_be_chosen():
