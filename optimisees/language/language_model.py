@@ -20,18 +20,6 @@ from l2lopt.sequence import Stack, StackState
 from l2lopt.sequence.masks import check_share, draw
 from optimisees.data.text import EOS, Corpus, corpus
 
-_FED_BACK = ("highway.feedback.weight_h",)
-RECURRENT: Mapping[str, tuple[str, ...]] = {
-    "rnn": ("weight_h",),
-    "lstm": ("weight_h",),
-    "gru": ("weight_h",),
-    "fastgrnn": ("weight_h",),
-    "t-lstm": ("weight_before",),
-    "sru": ("weight_c",),
-    **{f"irc-{core}": _FED_BACK for core in cells.CORES},
-    **{f"ihc-{core}": ("highway.gamma", *_FED_BACK) for core in cells.CORES},
-}
-"""Cell → the weights that weight drop acts on: U, ω, Γ and U_V or ω_V (raw, before its tanh)."""
 _COLUMNS: Mapping[Split, int] = {"train": 10, "inner": 10, "heldout": 10, "test": 1}
 """Of the text in evaluation."""
 _CHUNK = 128
@@ -84,14 +72,14 @@ class LanguageModel(Optimisee):
         input_dropout: p of the first layer's input.
         hidden_dropout: p of what goes from layer to layer.
         output_dropout: p of the last layer's output.
-        weight_drop: p of every recurrent weight, see `RECURRENT`.
+        weight_drop: p of every recurrent weight, see `cells.Cell.recurrent_weights`.
         activation: α of the activation regularisation.
         temporal: β of the temporal one.
         batch_size: columns in training.
         window: tokens of a full one.
         variable: whether the lengths are drawn.
         shifted: whether each seed begins to read at a place of its own in the text, so that short runs see all of it.
-        initial: `authors` sets the initial values of the cells' authors, see `cells.authors`.
+        initial: `authors` sets the initial values of the cells' authors, see `cells.init_as_published`.
         evaluation_tokens: read from the start of each text in evaluation; all by default.
         backend: the layers' way through time, "auto", "fast" or "loop", see `sequence.Stack`.
         dtype: of the parameters.
@@ -279,15 +267,16 @@ class LanguageModel(Optimisee):
     def _cells(self) -> list[cells.Cell]:
         """One a layer, drawn from PyTorch's global generator."""
         made = [cells.build(self.cell, n, m) for n, m in pairwise(self.sizes)]
-        return [cells.authors(cell) for cell in made] if self.initial == "authors" else made
+        return [cells.init_as_published(cell) for cell in made] if self.initial == "authors" else made
 
     def _stacked(self, made: Sequence[cells.Cell]) -> Stack:
         """The layers."""
         name = self.cell if isinstance(self.cell, str) else self.cell["name"]
-        if self.weight_drop and name not in RECURRENT:
-            remedy = f"set weight_drop to 0, or use one of {', '.join(RECURRENT)}"
+        recurrent = made[0].recurrent_weights
+        if self.weight_drop and not recurrent:
+            remedy = "set weight_drop to 0, or name the cell's weights in its recurrent_weights"
             raise UserError("language-model", expected="a cell with weights to drop", found=repr(name), remedy=remedy)
-        drop = dict.fromkeys(RECURRENT[name], self.weight_drop) if self.weight_drop else None
+        drop = dict.fromkeys(recurrent, self.weight_drop) if self.weight_drop else None
         return Stack([[cell] for cell in made], weight_drop=drop, backend=self.backend).to(self.dtype).eval()
 
     def _blank(self, columns: int) -> Aux:

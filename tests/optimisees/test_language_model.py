@@ -21,7 +21,7 @@ from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import TrainConfig
 from optimisees.data.text import Corpus, Vocabulary
 from optimisees.language import language_model
-from optimisees.language.language_model import RECURRENT, LanguageModel
+from optimisees.language.language_model import LanguageModel
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 LONG = Corpus(Vocabulary(tuple("abcdefg"), "word"), *(torch.arange(count) ** 2 % 7 for count in (1000, 600, 300)))
@@ -160,19 +160,20 @@ def test_shifted_runs_begin_elsewhere_and_read_the_same_text():
     assert all((doubled == read).all(1).any() for read in reads)
 
 
-@pytest.mark.parametrize("cell", RECURRENT)
+@pytest.mark.parametrize("cell", [name for name in cells.CELLS if name != "stacked"])
 def test_weight_drop_takes_the_recurrent_weights_alone(cell):
     """A share p of each becomes 0, the rest 1/(1 − p); a new window has new masks."""
     model = SQUARE(cell=cell, weight_drop=0.5)
     masks = [model.batch("train", 0, step)["masks"] for step in (0, 1)]
     weights = {name.removeprefix("layers.").replace(".cell.", "."): w for name, w in model.stack.named_parameters()}
+    recurrent = cells.build(cell, 4, 4).recurrent_weights
     names = sorted(name for name in masks[0] if name.startswith("stack.") and "dropout" not in name)
-    assert names == sorted(f"stack.{layer}.0.{name}" for layer in (0, 1) for name in RECURRENT[cell])
+    assert names == sorted(f"stack.{layer}.0.{name}" for layer in (0, 1) for name in recurrent)
     assert all(masks[0][name].shape == weights[name.removeprefix("stack.")].shape for name in names)
     assert all(set(masks[0][name].unique().tolist()) <= {0.0, 2.0} for name in names)
     assert any(not torch.equal(masks[0][name], masks[1][name]) for name in names)
     hidden = cells.build(cell, 4, 4)
-    acting = {name for name, _ in hidden.named_parameters()} & set(RECURRENT[cell])
+    acting = {name for name, _ in hidden.named_parameters()} & set(recurrent)
     with torch.no_grad():
         for name, value in hidden.named_parameters():
             value.fill_(0.0 if name in acting else 0.3)
@@ -182,6 +183,33 @@ def test_weight_drop_takes_the_recurrent_weights_alone(cell):
     moved = hidden(x, other)[0] - one
     # Without U, ω or U_V and Γ nothing of h or x_{t−1} goes into gates and candidate: only h's own share in h' is left.
     assert moved.abs().max() == 0 or cell.endswith(("gru", "fastgrnn"))
+
+
+class Elman(cells.Cell):
+    """h' = tanh(x + a∘h): a cell that nothing but its line in the table knows."""
+
+    recurrent_weights = ("a",)
+
+    def __init__(self, input_size: int, hidden_size: int) -> None:
+        super().__init__(input_size, hidden_size, {"h": hidden_size})
+        self.w = torch.nn.Parameter(torch.randn(hidden_size, input_size))
+        self.a = torch.nn.Parameter(torch.randn(hidden_size))
+
+    def forward(self, x, state):
+        h = torch.tanh(self.w @ x + self.a[:, None] * state["h"])
+        return h, {"h": h}
+
+
+def test_a_new_cell_is_a_language_models_with_weight_drop(monkeypatch):
+    monkeypatch.setitem(cells.CELLS, "elman", Elman)
+    model = SQUARE(cell="elman", weight_drop=0.5)
+    params, aux = model.init(0)
+    batch = model.batch("train", 0, 0)
+    assert {"stack.0.0.a", "stack.1.0.a"} <= set(batch["masks"])
+    leaves = {name: value.requires_grad_() for name, value in params.items()}
+    loss, _ = model.loss(leaves, aux, batch)
+    dropped = torch.autograd.grad(loss, leaves["stack.layers.0.0.cell.a"])[0]
+    assert torch.equal(dropped == 0, batch["masks"]["stack.0.0.a"] == 0)
 
 
 def test_dropout_is_one_mask_a_window():
