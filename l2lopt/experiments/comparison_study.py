@@ -24,12 +24,10 @@ from l2lopt.core.types import Report, silent
 from l2lopt.evaluation import comparison
 from l2lopt.evaluation.comparison import SPLITS, Curves, Evaluation, FreeRun, Tuned
 from l2lopt.experiments import config as configs
-from l2lopt.experiments import cost_forecast, labelling_studies, language_studies, metric_studies
+from l2lopt.experiments import cost_forecast, run_folder, training_study
 from l2lopt.experiments import runs as experiments
 from l2lopt.experiments.config import Config
-from l2lopt.experiments.labelling_studies import LabellingStudy
-from l2lopt.experiments.language_studies import LanguageStudy
-from l2lopt.experiments.metric_studies import MetricStudy
+from l2lopt.experiments.training_study import TrainingStudy
 from l2lopt.optimisers import Optimiser
 from l2lopt.parallel import processes
 from l2lopt.parallel.jobs import apart, make_all, slug, work_of
@@ -105,7 +103,7 @@ def found(source: str | Path) -> Path:
     return configs.shipped("studies") / f"{source}.toml" if str(source) in shipped() else Path(source)
 
 
-def load(source: str | Path) -> Study | LanguageStudy | MetricStudy | LabellingStudy:
+def load(source: str | Path) -> Study | TrainingStudy:
     """A study from a TOML file, or from the name of a shipped one.
 
     Raises:
@@ -116,17 +114,12 @@ def load(source: str | Path) -> Study | LanguageStudy | MetricStudy | LabellingS
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(str(path), expected="a TOML file", found=str(error), remedy="mend that place") from None
-    kinds: dict[str, type[LanguageStudy | MetricStudy | LabellingStudy]] = {
-        "runs": LanguageStudy,
-        "encoders": MetricStudy,
-        "labellers": LabellingStudy,
-    }
-    kind: type[Study | LanguageStudy | MetricStudy | LabellingStudy]
-    kind = next((kinds[key] for key in kinds if key in data), Study)
+    if training_study.describes(data):
+        return training_study.parse(data, str(path))
     try:
-        return kind.model_validate(data)
+        return Study.model_validate(data)
     except ValidationError as error:
-        raise registry.explain(str(path), error, kind.model_fields, data) from None
+        raise registry.explain(str(path), error, Study.model_fields, data) from None
 
 
 def reproduce(
@@ -145,9 +138,8 @@ def reproduce(
     processes that `torchrun` has started share out meta-batches and evaluations; other studies refuse them.
 
     Args:
-        source: the study's TOML file, or the name of a shipped study; with `runs` in it, it is one of language models,
-            see `language_studies`, with `encoders` one of sequence metrics, see `metric_studies`, with `labellers`
-            one of sequence labelling, see `labelling_studies`.
+        source: TOML file of the study, or the name of a shipped study. With `runs` in it (or `encoders` or `labellers`)
+            it is a study of trained optimisees, see `training_study`.
         folder: where everything goes.
         changes: to every config, such as "evaluation.seeds=50".
         jobs: pieces made at the same time, each in a process of its own.
@@ -160,14 +152,9 @@ def reproduce(
         UserError: for a mistake in the study or one of its configs.
     """
     study = load(source)
-    if not isinstance(study, Study):
+    if isinstance(study, TrainingStudy):
         processes.alone("reproduce")
-    if isinstance(study, LanguageStudy):
-        return language_studies.reproduce(study, found(source), folder, changes=changes, jobs=jobs, report=report)
-    if isinstance(study, MetricStudy):
-        return metric_studies.reproduce(study, found(source), folder, changes=changes, jobs=jobs, report=report)
-    if isinstance(study, LabellingStudy):
-        return labelling_studies.reproduce(study, found(source), folder, changes=changes, jobs=jobs, report=report)
+        return training_study.reproduce(study, found(source), folder, changes=changes, jobs=jobs, report=report)
     with processes.together():
         place = _Place(str(found(source)), str(folder), tuple(changes))
         pieces = list(_pieces(study, place))
@@ -198,7 +185,7 @@ def _summary(study: Study, place: _Place) -> list[Path]:
     write_json(paths[1], {label: _facts(found) for label, found in compared.items()})
     for label, (result, _) in compared.items():
         home = Path(folder) / slug(label)
-        experiments.write_evaluation(home, result)
+        run_folder.write_evaluation(home, result)
         paths += figures.loss_curves(
             figures.read(home / "evaluation.csv"),
             home / "figures",

@@ -192,10 +192,7 @@ def build(config: Config) -> Experiment:
         UserError: for an unknown name or option, or a device that is not there.
     """
     place = device(config.device)
-    problems = [
-        registry.build(optimisees.OPTIMISEES, "optimisee", choice, device=str(place))
-        for choice in (config.optimisee, *config.mixed_with)
-    ]
+    problems = [optimisees.build(choice, device=str(place)) for choice in (config.optimisee, *config.mixed_with)]
     optimiser = optimisers.build(config.optimiser, optimisers.LEARNED, seed=seed_of("optimiser", config.seed))
     unroll = registry.build(estimators.UNROLLS, "unroll", config.unroll.estimator)
     config.evaluation.checked_horizons()
@@ -226,14 +223,14 @@ def build_training(config: TrainConfig) -> Training:
         UserError: for an unknown name or option, one that the parameters do not allow, or a device that is not there.
     """
     place = device(config.device)
-    optimisee = registry.build(optimisees.OPTIMISEES, "optimisee", config.optimisee, device=str(place))
+    optimisee = optimisees.build(config.optimisee, device=str(place))
     factory = _factory(config.optimiser, seed_of("optimiser", config.seed))
     seed = seed_of("train", config.seed)
     for split in config.train.splits:
-        next(iter(optimisee.whole(split, seed)))  # refused if it has no samples
+        next(iter(optimisee.evaluation_batches(split, seed)))  # refused if it has no samples
     optimisee.batch(config.train.splits[0], seed, 0)  # or too few
     if config.train.epochs:
-        steps = optimisee.epoch(config.train.splits[0], seed, config.train.epochs)
+        steps = optimisee.epoch_start(config.train.splits[0], seed, config.train.epochs)
         if config.train.warm_up > steps:
             expected, found = f"at most {steps}, the steps of {config.train.epochs} epochs", str(config.train.warm_up)
             raise UserError("train.warm_up", expected=expected, found=found, remedy="change the value")

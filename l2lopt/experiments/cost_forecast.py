@@ -76,7 +76,7 @@ def measured(experiment: Experiment) -> Costs:
     params, aux = optimisee.init(seeds[0])
     evaluations = {}
     for split in {*SPLITS, config.validation.split}:
-        parts = list(optimisee.whole(split, seeds[0]))
+        parts = list(optimisee.evaluation_batches(split, seeds[0]))
         batch, count = parts[0]
         with torch.no_grad():
             seconds = _seconds(lambda batch=batch: float(optimisee.evaluate(params, aux, batch)))  # type: ignore[misc]

@@ -213,7 +213,7 @@ def test_metrics_are_means_over_all_samples():
     right = sum(int(row.argmax()) == int(label) for row, label in zip(scores, data.test_targets, strict=True))
     loss = -sum(row.double().log_softmax(0)[label].item() for row, label in zip(scores, data.test_targets, strict=True))
     found = measure(task, "test", 0, params, aux)
-    assert [count for _, count in task.whole("test", 0)] == [200, 200, 97]
+    assert [count for _, count in task.evaluation_batches("test", 0)] == [200, 200, 97]
     assert found["accuracy"] == pytest.approx(right / 497, rel=1e-6)
     assert found["loss"] == pytest.approx(loss / 497, rel=1e-6)
     assert optimisees.Quadratic().metrics({}, {}, None) == {}
