@@ -35,6 +35,8 @@ _REFUSED = {
     "differentiable": "use higher.innerloop_ctx",
 }
 """Options of `torch.optim`'s groups that would change what a step does → what to do instead."""
+_PREFIXES = {"weights": "", "fallback": "fallback."}
+"""The rules of a group → what the names of their state begin with."""
 DIVERGED = 10.0
 """A loss above this many times the first one told has diverged."""
 
@@ -114,6 +116,9 @@ class LearnedOptimizer(torch.optim.Optimizer):
         """Takes up a copy, or what `load_state_dict` has read; a state of other rules is refused before anything."""
         for group, saved in zip(self.__dict__.get("param_groups", []), state["param_groups"], strict=False):
             for key in ("weights", "fallback"):
+                if group[key] is not None and files.is_old(saved.get(key)):
+                    self._check_keys(group, key, state["state"])
+                    saved[key] = group[key]
                 if saved.get(key) != group[key]:
                     expected, found = f"the state of {key} {group[key]}", f"that of {key} {saved.get(key)}"
                     remedy = "make the optimiser with the rules it was saved with, or begin without its state"
@@ -174,6 +179,9 @@ class LearnedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes up the trajectory of `state_dict()` to the bit; the argument stays as it is.
 
+        The hashes of the first releases cannot be compared with those of today: of a state that has one it is only
+        checked that rules such as these have left it, and what they have learned is taken on trust.
+
         Raises:
             UserError: for the state of other rules, with both hashes.
         """
@@ -213,7 +221,8 @@ class LearnedOptimizer(torch.optim.Optimizer):
 
     def _check_state(self, group: Mapping[str, Any], state: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """Refuses a state of a group's parameters that the group's rules have not left."""
-        for prefix, mark in (("", group["weights"]), ("fallback.", group["fallback"])):
+        for key, prefix in _PREFIXES.items():
+            mark = group[key]
             keys = self._rules[mark].init(Layout(("one",), ((1,),))).coordinates if mark else ()
             for name, param in zip(names_of(group), group["params"], strict=True):
                 table = state.get(param, {})
@@ -223,6 +232,17 @@ class LearnedOptimizer(torch.optim.Optimizer):
                     expected, found = f"{', '.join(keys)} [..., *{list(param.shape)}]", str(shapes)
                     remedy = "give it the state of this model"
                     raise UserError(f"load_state_dict: {name}", expected=expected, found=found, remedy=remedy)
+
+    def _check_keys(self, group: Mapping[str, Any], key: str, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        """Refuses a state of a group's parameters that holds other things, or more numbers, than a rule keeps."""
+        fresh = self._rules[group[key]].init(Layout(("one",), ((1,),)))
+        wanted = {name: tuple(value.shape[:-1]) for name, value in fresh.coordinates.items()}
+        for name, param in zip(names_of(group), group["params"], strict=True):
+            own = _part_of(state.get(param, {}), _PREFIXES[key])
+            arrays = {k: _features(value, param) for k, value in own.items() if k not in fresh.shared}
+            if own and not (arrays == wanted and own.keys() >= fresh.shared.keys()):
+                remedy = "make the optimiser with the rules it was saved with, or begin without its state"
+                raise UserError(f"load_state_dict: {name}", expected=str(wanted), found=str(arrays), remedy=remedy)
 
     def _forget(self) -> None:
         """Drops what can be made again from `state` and the rules."""
@@ -319,6 +339,18 @@ def _check(group: Mapping[str, Any]) -> None:
     for name, remedy in _REFUSED.items():
         if group.get(name):
             raise UserError(f"LearnedOptimizer: {name}", expected="False", found="True", remedy=remedy)
+
+
+def _part_of(table: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """What one rule keeps of a parameter, under the rule's own names."""
+    begins = {key: next(p for p in reversed(_PREFIXES.values()) if key.startswith(p)) for key in table}
+    return {key.removeprefix(prefix): table[key] for key in table if key != "vector" and begins[key] == prefix}
+
+
+def _features(value: Any, param: Tensor) -> tuple[int, ...]:
+    """How many numbers a coordinate has in an array of a parameter's state, axis by axis."""
+    shape = torch.as_tensor(value).shape
+    return tuple(shape[: len(shape) - param.dim()])
 
 
 def _looks_at_the_loss(rule: Optimiser) -> bool:
