@@ -20,7 +20,8 @@ from l2lopt.core.registry import Choice
 from l2lopt.core.settings import Settings
 from l2lopt.core.types import Report, seed_of, silent
 from l2lopt.estimators import Unroll
-from l2lopt.evaluation.comparison import EvaluationSettings, run_groups
+from l2lopt.evaluation.free_runs import run_groups
+from l2lopt.evaluation.settings import EvaluationSettings
 from l2lopt.optimisee import Optimisee, Split
 from l2lopt.optimisers import Optimiser
 from l2lopt.storage.run_log import existing
@@ -132,7 +133,7 @@ class Experiment(NamedTuple):
         for optimisee in self.optimisees:
             horizons = sorted(settings.horizons)
             run = run_groups(
-                lambda _: optimiser,
+                optimiser,
                 optimisee,
                 seeds,
                 horizons,
