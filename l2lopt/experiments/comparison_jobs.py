@@ -17,8 +17,8 @@ from l2lopt.core.settings import Settings
 from l2lopt.core.types import Report, silent
 from l2lopt.evaluation import comparison
 from l2lopt.evaluation.comparison import OptimiserRun
+from l2lopt.experiments import build, runs
 from l2lopt.experiments import config as configs
-from l2lopt.experiments import runs
 from l2lopt.experiments.config import Config
 from l2lopt.experiments.run_cache import FileCache, file_digest, read_run, write_run
 from l2lopt.optimisers import Optimiser
@@ -121,7 +121,7 @@ def all_jobs(location: StudyLocation) -> Iterator[Job]:
         first = config_of(location, Job(number, 0, None))
         for index in range(len(study.optimisers)):
             config = config_of(location, Job(number, index, study.meta_seeds[0]))
-            experiment = configs.build(config)
+            experiment = build.build(config)
             _fixed_optimiser(study.optimisers[index])
             for baseline in config.evaluation.baselines if index == 0 else ():
                 baseline.check(experiment.optimisee)
@@ -159,14 +159,14 @@ def make_job(location: StudyLocation, job: Job, report: Report = silent) -> None
         runs_on["weights"] = work["weights"] = file_digest(path.parent / "optimiser.safetensors")
     cache, settings = FileCache(path.with_suffix(""), runs_on), config.evaluation
     with cpu_threads(config.threads):
-        optimisee = configs.build(config).optimisee
+        optimisee = build.build(config).optimisee
         if job.meta_seed is None:
             baseline = settings.baselines[job.optimiser]
             run = comparison.baseline_run(baseline, optimisee, settings, seed=study.seed, report=report, cache=cache)
         else:
             rule = given or files.load(path.parent / "optimiser.safetensors", trusted=True)
             run = comparison.learned_run(
-                kernels.fast(configs.fitting(rule, [optimisee]).to(configs.device(config.device)), config.backend),
+                kernels.fast(build.fitting(rule, [optimisee]).to(build.device(config.device)), config.backend),
                 optimisee,
                 settings,
                 seed=study.seed,

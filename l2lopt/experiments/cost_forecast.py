@@ -12,8 +12,9 @@ from l2lopt import kernels
 from l2lopt.core.types import Aux, Batch, Carry, Layout, Params, seed_of
 from l2lopt.evaluation.free_runs import Runner, record_steps, run_free
 from l2lopt.evaluation.settings import SPLITS, Baseline
-from l2lopt.experiments import config as configs
-from l2lopt.experiments.config import Config, Experiment
+from l2lopt.experiments import build
+from l2lopt.experiments.build import Experiment
+from l2lopt.experiments.config import Config
 from l2lopt.optimisee import Optimisee, Split, flat_loss
 from l2lopt.parallel.threads import cpu_threads
 from l2lopt.training.meta_train import inner_steps
@@ -96,7 +97,7 @@ def forecast(planned: Sequence[PlannedRun]) -> dict[str, float]:
     for runs in by_recipe.values():
         config = runs[0].config
         with cpu_threads(config.threads):
-            costs = measure_costs(configs.build(config), [run.baseline for run in runs if run.baseline is not None])
+            costs = measure_costs(build.build(config), [run.baseline for run in runs if run.baseline is not None])
         for run in runs:
             if run.baseline is not None:
                 stages["baselines"] += costs.baseline_run(config, run.baseline)

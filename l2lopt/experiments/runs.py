@@ -15,6 +15,7 @@ from l2lopt.core.registry import Choice
 from l2lopt.core.types import Report, silent
 from l2lopt.evaluation import comparison
 from l2lopt.evaluation.comparison import Evaluation
+from l2lopt.experiments import build
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import Config, TrainConfig
 from l2lopt.experiments.run_folder import (
@@ -68,7 +69,7 @@ def meta_train(
         UserError: for a mistake in the config, or a folder that holds a run already.
     """
     with processes.together():
-        experiment = configs.build(configs.load(config, changes))
+        experiment = build.build(configs.load(config, changes))
         settings = experiment.config
         folder = processes.on_first(lambda: claim(Path(run), overwrite, resume, experiment.optimisee.artefact_files))
         work = settings.model_dump(mode="json", exclude={"evaluation", "label"})
@@ -131,15 +132,15 @@ def evaluate(*runs: str | Path, changes: Sequence[str] = (), report: Report = si
                 expected, found = f"the {key} of {folders[0]}", "another"
                 raise UserError(str(folder), expected=expected, found=found, remedy="evaluate it by itself")
     with processes.together():
-        first = configs.build(settings[0])
+        first = build.build(settings[0])
         learned = {}
         for folder, own in zip(folders, settings, strict=True):
             names = (own.name, f"{own.name} ({folder.name})", f"{own.name} ({folder})")
             name = next((name for name in names if name not in learned), None)
             if name is None:
                 raise UserError("evaluate", expected="each run once", found=f"{folder} again", remedy="leave it out")
-            optimiser = configs.fitting(weights.load(folder / "optimiser.safetensors", trusted=True), [first.optimisee])
-            learned[name] = kernels.fast(optimiser.to(configs.device(own.device)), own.backend)
+            optimiser = build.fitting(weights.load(folder / "optimiser.safetensors", trusted=True), [first.optimisee])
+            learned[name] = kernels.fast(optimiser.to(build.device(own.device)), own.backend)
         with cpu_threads(settings[0].threads):
             result = comparison.evaluate(
                 learned, first.optimisee, settings[0].evaluation, seed=settings[0].seed, report=report
@@ -178,7 +179,7 @@ def train(
             of `torchrun`.
     """
     processes.alone("train")
-    built = configs.build_training(configs.load(config, changes, kind=TrainConfig))
+    built = build.build_training(configs.load(config, changes, kind=TrainConfig))
     settings = built.config
     folder = claim(Path(run), overwrite, resume, built.optimisee.artefact_files)
     work = settings.model_dump(mode="json", exclude={"label"}) | {"weights": _digest(settings.optimiser)}

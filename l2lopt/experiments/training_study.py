@@ -15,8 +15,8 @@ from l2lopt.core.errors import UserError, did_you_mean
 from l2lopt.core.references import Column, References, Result, StudyRun
 from l2lopt.core.settings import Settings
 from l2lopt.core.types import Report
+from l2lopt.experiments import build, runs
 from l2lopt.experiments import config as configs
-from l2lopt.experiments import runs
 from l2lopt.experiments.config import TrainConfig
 from l2lopt.optimisee import Optimisee
 from l2lopt.parallel.jobs import apart, kept, make_all, slug, spread, work_of
@@ -145,7 +145,7 @@ def _prepared(
     optimisees = {}
     for run in study.runs:
         first_seed = (run.seeds or study.seeds or [0])[0]
-        optimisees[run.label] = configs.build_training(config(run, run.label, first_seed)).optimisee
+        optimisees[run.label] = build.build_training(config(run, run.label, first_seed)).optimisee
     references = _references(study, source, optimisees)
     rows: _Rows = {}
     beside: list[str] = []
@@ -188,7 +188,7 @@ def _fields(kind: type[References]) -> dict[str, Any]:
 
 def _make(references: References, job: _Job, report: Report) -> Result:
     """Loads the cached result of a job, or computes and stores it."""
-    optimisee, path = configs.build_training(job.config).optimisee, job.folder / "found.json"
+    optimisee, path = build.build_training(job.config).optimisee, job.folder / "found.json"
     recipe = job.config.model_dump(mode="json", exclude={"label"})
     work = work_of(recipe=recipe, **references.depends_on(job.kind), **optimisee.fingerprint())
     known = kept(path, work)

@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.func import functional_call
 
 from l2lopt.core.types import Params
-from l2lopt.experiments.config import TrainConfig, build_training, load
+from l2lopt.experiments.build import build_training
+from l2lopt.experiments.config import TrainConfig, load
 from l2lopt.storage import tensor_file
 from l2lopt.training import train as training
 from l2lopt.training.train import Trained, TrainSettings

@@ -18,7 +18,7 @@ from test_training import files
 
 import l2lopt
 from l2lopt.core.errors import UserError
-from l2lopt.experiments import comparison_study, runs, training_study
+from l2lopt.experiments import build, comparison_study, runs, training_study
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import TrainConfig
 from l2lopt.report import figures as report
@@ -291,7 +291,7 @@ def test_the_config_for_files_of_the_users_own(tmp_path):
     """`configs/labelling-conll.toml` needs no more than their paths."""
     data = tokens(tmp_path)
     changes = [f"optimisee.data.{part}={data[part]!r}" for part in ("train", "valid", "test")]
-    built = configs.build_training(configs.load(ROOT / "configs/labelling-conll.toml", changes, kind=TrainConfig))
+    built = build.build_training(configs.load(ROOT / "configs/labelling-conll.toml", changes, kind=TrainConfig))
     assert built.optimisee.data.classes == ("O", "B-DSE", "I-DSE")
 
 
@@ -306,7 +306,7 @@ def test_the_study_of_activities_is_sound(monkeypatch):
     )
     with pytest.raises(KeyboardInterrupt):
         comparison_study.reproduce(ROOT / "configs/studies/labelling-har.toml", "nowhere")
-    networks = [configs.build_training(piece.config).optimisee for piece in made[:4]]
+    networks = [build.build_training(piece.config).optimisee for piece in made[:4]]
     sizes = [sum(value.numel() for value in network.init(0)[0].values()) for network in networks]
     assert [(network.layers, network.bidirectional) for network in networks] == [
         (3, True),

@@ -24,7 +24,7 @@ import optimisees
 from l2lopt.core.errors import UserError
 from l2lopt.core.references import Column
 from l2lopt.core.types import seed_of
-from l2lopt.experiments import comparison_study, training_study
+from l2lopt.experiments import build, comparison_study, training_study
 from l2lopt.experiments import config as configs
 from l2lopt.experiments import runs as experiments
 from l2lopt.experiments.config import TrainConfig
@@ -292,7 +292,7 @@ def test_a_study_makes_its_table_and_goes_on_where_it_stood(tmp_path, monkeypatc
     difference = found["runs"]["IRC-LSTM"]["0"]["test"] - tests[0]
     assert f"{'**worse**' if difference > 0 else 'better'} than LSTM by {abs(difference):.1f} |" in text
     assert re.search(r"\| IRC-LSTM \| 1 \| [\d,]+ \+ 9 \|", text)
-    corpus = configs.build_training(configs.load(tmp_path / "lm.toml", kind=TrainConfig)).optimisee.texts
+    corpus = build.build_training(configs.load(tmp_path / "lm.toml", kind=TrainConfig)).optimisee.texts
     words = corpus.vocabulary.tokens
     for order, label in ((1, "unigram"), (3, "Kneser-Ney 3-gram")):
         model = KneserNey(corpus.train.numpy(), len(words), words.index(EOS), order)
@@ -382,4 +382,4 @@ def test_a_diverged_run_is_neither_better_nor_worse():
 
 def test_warm_up_may_be_as_long_as_the_epochs(tmp_path):
     settings = config(tmp_path, epochs=400, warm_up=1500)
-    assert configs.build_training(configs.load(settings, kind=TrainConfig)).config.train.warm_up == 1500
+    assert build.build_training(configs.load(settings, kind=TrainConfig)).config.train.warm_up == 1500

@@ -20,7 +20,7 @@ from test_training import files
 import l2lopt
 from l2lopt.core.errors import UserError
 from l2lopt.core.types import seed_of
-from l2lopt.experiments import comparison_study, runs, training_study
+from l2lopt.experiments import build, comparison_study, runs, training_study
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import TrainConfig
 from l2lopt.report import figures
@@ -85,7 +85,7 @@ def test_trains_from_the_command_line_for_the_projector(tmp_path, config, monkey
     found = text_format.Parse((run / "projector_config.pbtxt").read_text(), ProjectorConfig()).embeddings[0]
     points = [list(map(float, line.split("\t"))) for line in (run / found.tensor_path).read_text().splitlines()]
     labels = [line.split("\t") for line in (run / found.metadata_path).read_text().splitlines()]
-    model = configs.build_training(configs.load(config, kind=TrainConfig)).optimisee
+    model = build.build_training(configs.load(config, kind=TrainConfig)).optimisee
     _, tensors = tensor_file.read(run / "model.safetensors", "l2lopt.model", "a model", "")
     params = {name.removeprefix("params/"): value for name, value in tensors.items() if name.startswith("params/")}
     laws.assert_close(torch.tensor(points), model.embed(params, model.inputs("test")), 1e-5)
@@ -158,7 +158,7 @@ def test_a_study_makes_its_table_and_goes_on_where_it_stood(tmp_path, config, mo
     found = json.loads((tmp_path / "run" / "table.json").read_text())
     assert [len(own) for own in found.values()] == [2, 2, 2, 2, 1, 1]
     assert (tmp_path / "run" / "figures" / "neighbour-curves.svg").exists()
-    model = configs.build_training(
+    model = build.build_training(
         configs.load(tmp_path / "har.toml", ["optimisee.encoder=coupled"], kind=TrainConfig)
     ).optimisee
     windows, inputs = model.windows("test"), model.inputs("test")
