@@ -30,6 +30,7 @@ LEANING_RAISES = {"of", "see", "likewise", "as", "like", "otherwise", "there", "
 
 # The word for ∂loss/∂x is gradient, for f′ derivative, for what backpropagation carries adjoint.
 AMBIGUOUS = re.compile(r"(?<!negative_)slope", re.IGNORECASE)
+OF_A_LINE = {"tests/experiments/test_own_modules.py"}  # which fits a straight line, and that has a slope
 
 EXEMPTION = re.compile(r"#\s*(?:type:\s*ignore(?:\[[\w, -]*\])?|noqa(?::\s*[A-Z]+\d+(?:[, ]+[A-Z]+\d+)*)?)")
 
@@ -75,12 +76,14 @@ def bare_exemptions(text):
 def complaints(path):
     """What a file is to change."""
     text = path.read_text(encoding="utf-8")
-    checks = [(ambiguous_words, "says slope: gradient (∂loss/∂x), derivative (f′) or adjoint?")]
+    name = path.relative_to(ROOT).as_posix()
+    checks = []
+    if name not in OF_A_LINE:
+        checks.append((ambiguous_words, "says slope: gradient (∂loss/∂x), derivative (f′) or adjoint?"))
     if path.suffix == ".py":
         checks.append((bare_exemptions, "an exemption without its reason"))
     if path.is_relative_to(ROOT / "l2lopt") or path.is_relative_to(ROOT / "optimisees"):
         checks += [(leaning_items, "an item that does not stand alone")] if path.suffix == ".py" else []
-    name = path.relative_to(ROOT)
     return [f"{name}:{line}: {why}: {what}" for check, why in checks for line, what in check(text)]
 
 

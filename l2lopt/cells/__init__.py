@@ -53,6 +53,7 @@ PAIR_CELLS: dict[str, Callable[..., Cell]] = {"coupled-gru": CoupledGRU}
 def make(name: str, input_size: int, hidden_size: int, **options: Any) -> Cell:
     """Builds the cell called `name`.
 
+    Example:
         >>> import torch
         >>> from l2lopt import cells
         >>> cell = cells.make("lstm", input_size=3, hidden_size=5)

@@ -138,9 +138,10 @@ def work_of(**what: Any) -> dict[str, Any]:
 def spread(values: Sequence[float], digits: int) -> str:
     """A table's entry: the mean, and for several values the lowest and the highest in brackets.
 
-    >>> from l2lopt.parallel.jobs import spread
-    >>> spread([1.0, 2.0, 4.0], digits=2)
-    '2.33 (1.00–4.00)'
+    Example:
+        >>> from l2lopt.parallel.jobs import spread
+        >>> spread([1.0, 2.0, 4.0], digits=2)
+        '2.33 (1.00–4.00)'
     """
     brackets = f" ({min(values):.{digits}f}–{max(values):.{digits}f})" if len(values) > 1 else ""
     return f"{fmean(values):.{digits}f}{brackets}"

@@ -31,6 +31,7 @@ def make(
 ) -> Stack:
     """A `Stack` of one kind of cell, built and called like `nn.LSTM(input_size, hidden_size, num_layers, ...)`.
 
+    Example:
         >>> import torch
         >>> from l2lopt import sequence
         >>> layer = sequence.make("gru", 3, 5, num_layers=2, bidirectional=True)

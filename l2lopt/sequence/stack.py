@@ -26,6 +26,7 @@ class Stack(nn.Module):
     Dropout follows every layer but the last. In `eval` neither is applied. A loss that must be a pure function takes
     its masks from `draw_masks` and passes them in; masks that are passed in are applied in either mode.
 
+    Example:
         >>> import torch
         >>> from l2lopt import cells, sequence
         >>> stack = sequence.Stack([[cells.make("lstm", 3, 8)], [cells.make("ihc-lstm", 8, 5)]], dropout=0.2)

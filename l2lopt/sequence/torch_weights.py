@@ -19,6 +19,7 @@ def from_torch(module: nn.RNNBase) -> Stack:
 
     A module without biases becomes a stack with biases of zero, which are trained.
 
+    Example:
         >>> import torch
         >>> from l2lopt import sequence
         >>> module, x = torch.nn.LSTM(3, 5, num_layers=2), torch.randn(11, 4, 3)

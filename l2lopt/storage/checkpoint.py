@@ -87,6 +87,7 @@ def pack(tree: Any, above: str = "") -> tuple[Any, dict[str, Tensor]]:
     JSON knows neither tensors, nor tuples, nor keys other than strings: each becomes a table of one entry, whose key
     names the kind. `unpack` puts both together again.
 
+    Example:
         >>> import torch
         >>> from l2lopt.storage.checkpoint import pack
         >>> pack({"a": [torch.ones(2), 3]})

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from l2lopt.core.settings import Settings
 from l2lopt.core.types import Aux, Params, Report, detach, seed_of, silent
-from l2lopt.optimisee import Optimisee, Split, StepFacts, measure
+from l2lopt.optimisee import Optimisee, Split, StepInfo, measure
 from l2lopt.optimisers.schedules import warm_up_cosine
 from l2lopt.storage.checkpoint import Checkpoint, NoCheckpoint, pack, unpack
 from l2lopt.storage.run_log import NoRecords, Recorder
@@ -209,7 +209,7 @@ def train(
         figures = measure(optimisee, split, seed, run.standing, run.aux)
         records.write(split, run.step, figures)
         run.watched.append(figures)
-        for name, images in optimisee.pictures(run.standing).items():
+        for name, images in optimisee.images(run.standing).items():
             records.show(name, run.step, images)
         if not math.isfinite(figures["loss"]):
             run.diverged = run.step
@@ -250,12 +250,12 @@ def train(
 def _evaluations(optimisee: Optimisee, settings: TrainSettings, seed: int) -> list[int]:
     """The steps after which there is an evaluation, the last of them the end."""
     if settings.epochs:
-        return [optimisee.epoch(settings.splits[0], seed, number) for number in range(1, settings.epochs + 1)]
+        return [optimisee.epoch_start(settings.splits[0], seed, number) for number in range(1, settings.epochs + 1)]
     return sorted({*range(settings.evaluate_every, settings.steps, settings.evaluate_every), settings.steps})
 
 
 def _shown(
-    run: _Run, settings: TrainSettings, figures: Mapping[str, float], facts: StepFacts, clock: "_Clock"
+    run: _Run, settings: TrainSettings, figures: Mapping[str, float], facts: StepInfo, clock: "_Clock"
 ) -> Mapping[str, float]:
     """What a user wants to see of a step: its reading, that of the watched split if it has one, and the speed."""
     if not facts.figures:
@@ -290,7 +290,7 @@ class _Clock:
 
 def _advance(
     run: _Run, optimisee: Optimisee, settings: TrainSettings, seed: int, steps: int
-) -> tuple[dict[str, float], StepFacts]:
+) -> tuple[dict[str, float], StepInfo]:
     """One step, unless its loss is not finite, its figures, and what the optimisee says of it."""
     batch = optimisee.batch(settings.splits[0], seed, run.step - 1)
     before, figures = run.aux, dict[str, float]()
@@ -305,7 +305,7 @@ def _advance(
         return loss.detach(), detach(aux)
 
     loss, aux = evaluate()
-    facts = optimisee.step_facts(batch, aux)
+    facts = optimisee.step_info(batch, aux)
     multiplier = settings.multiplier(run.step, steps) * facts.rate
     for group, rate in zip(run.optimizer.param_groups, run.rates, strict=True):
         group["lr"] = rate * multiplier

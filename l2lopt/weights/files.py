@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from l2lopt import cells, optimisers
+from l2lopt.core import registry
 from l2lopt.core.errors import UserError
 from l2lopt.core.types import Layout
 from l2lopt.optimisers import Optimiser
@@ -33,9 +35,10 @@ HOME = Path(__file__).with_name("pretrained")
 def list_weights() -> list[str]:
     """The names of the learned optimisers that come with the package; `weights.files.header(name)` has their recipe.
 
-    >>> import l2lopt
-    >>> l2lopt.list_weights()
-    ['ihc-lstm', 'lstm']
+    Example:
+        >>> import l2lopt
+        >>> l2lopt.list_weights()
+        ['ihc-lstm', 'lstm']
     """
     return sorted(path.stem for path in HOME.glob("*.safetensors"))
 
@@ -55,6 +58,7 @@ def find(weights: str | Path) -> Path:
 def save(optimiser: Optimiser, path: str | Path, training: Mapping[str, Any] | None = None) -> None:
     """Writes φ, the buffers and the description of an optimiser to a safetensors file, by rename.
 
+    Example:
         >>> import tempfile, l2lopt
         >>> from l2lopt import optimisers
         >>> optimiser = optimisers.make("coordinatewise", cell="lstm", hidden_size=4)
@@ -100,9 +104,10 @@ def header(path: str | Path) -> dict[str, Any]:
     return _read(find(path))[0]
 
 
-def load(path: str | Path) -> Optimiser:
+def load(path: str | Path, *, trusted: bool = False) -> Optimiser:
     """Builds the optimiser of a file and loads its φ.
 
+    Example:
         >>> import l2lopt
         >>> optimiser = l2lopt.load("lstm")
         >>> optimiser.description["name"]
@@ -112,13 +117,17 @@ def load(path: str | Path) -> Optimiser:
 
     Args:
         path: File written by `save`, or a name in `list_weights()`.
+        trusted: Whether the file may name modules ("mypackage.mymodule:Cell") that are then imported. That runs their
+            code, so set it for your files only.
 
     Raises:
-        UserError: For a missing, damaged or foreign file, or tensors that do not fit the description.
+        UserError: For a missing, damaged or foreign file, tensors that do not fit the description, or a file that names
+            a module.
     """
     path = find(path)
     read, tensors = _read(path)
-    optimiser = optimisers.build(read["optimiser"])
+    with nullcontext() if trusted else registry.only_registered():
+        optimiser = optimisers.build(read["optimiser"])
     wanted = {name: tuple(value.shape) for name, value in _numbers(optimiser).items()}
     found = {name: tuple(value.shape) for name, value in tensors.items()}
     if wanted != found:

@@ -15,6 +15,7 @@ FILE = "optimiser.safetensors"
 def push(weights: str | Path, repo: str, *, private: bool = False, token: str | None = None) -> str:
     """Uploads a learned optimiser to a repository of the hub.
 
+    Example:
         >>> import l2lopt
         >>> l2lopt.push("runs/mine/optimiser.safetensors", "ada/my-optimiser")  # doctest: +SKIP
         'https://huggingface.co/ada/my-optimiser/commit/…'
@@ -42,6 +43,7 @@ def push(weights: str | Path, repo: str, *, private: bool = False, token: str | 
 def pull(repo: str, *, revision: str | None = None, token: str | None = None) -> Path:
     """Downloads a learned optimiser from a repository of the hub, or finds it in the hub's cache.
 
+    Example:
         >>> import l2lopt
         >>> path = l2lopt.pull("ada/my-optimiser")  # doctest: +SKIP
         >>> optimiser = l2lopt.load(path)  # doctest: +SKIP

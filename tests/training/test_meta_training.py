@@ -12,7 +12,7 @@ import optimisees
 from l2lopt import optimisers
 from l2lopt.core.types import generator, seed_of
 from l2lopt.estimators import Blockwise, MetaGradient, Taped, Unroll
-from l2lopt.evaluation.comparison import run_free
+from l2lopt.evaluation.free_runs import run_free
 from l2lopt.optimisers import Optimiser
 from l2lopt.training.meta_train import MetaTrainSettings, Targets, UnrollSettings, inner_steps, meta_train
 
