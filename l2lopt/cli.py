@@ -293,7 +293,7 @@ def _progress() -> "Iterator[Report]":
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """What the library logs for its user, such as the backend it chose, as lines."""
+    """Shows messages that the library logs for its user, such as the backend it chose, as lines."""
 
     class Lines(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
