@@ -15,6 +15,8 @@ from l2lopt.evaluation.torch_classes import OptimizerFactory, is_torch_class, to
 from l2lopt.optimisee import Optimisee, Split
 from l2lopt.optimisers import Optimiser, Scheduled
 
+_TABLE = {**optimisers.HANDMADE, **optimisers.WRAPPERS}
+
 SPLITS: tuple[Split, ...] = ("train", "test")
 """The splits on which every comparison reads the losses."""
 
@@ -60,8 +62,8 @@ class Baseline(Settings):
                 [found.at(r, **ends) for r in rates.tolist()] if isinstance(rates, Tensor) else found.at(rates, **ends)
             )
         if ends and not _takes(self.optimiser, ends):
-            return Scheduled(optimisers.build(self.optimiser, optimisers.HANDMADE, lr=rates), "cosine", **ends)
-        return optimisers.build(self.optimiser, optimisers.HANDMADE, lr=rates, **ends)
+            return Scheduled(optimisers.build(self.optimiser, _TABLE, lr=rates), "cosine", **ends)
+        return optimisers.build(self.optimiser, _TABLE, lr=rates, **ends)
 
     def check(self, optimisee: Optimisee) -> None:
         """That the optimiser can be built, and takes the parameters of a problem.
@@ -107,7 +109,7 @@ class BaselineAtRates(NamedTuple):
 def _takes(choice: Choice, options: Mapping[str, Any]) -> bool:
     """Whether an optimiser of ours has these options of its own."""
     name = choice if isinstance(choice, str) else choice.get("name")
-    entry: Callable[..., Optimiser] | None = optimisers.HANDMADE.get(str(name))
+    entry: Callable[..., Optimiser] | None = _TABLE.get(str(name))
     return entry is not None and set(options) <= set(inspect.signature(entry).parameters)
 
 
