@@ -35,6 +35,7 @@ from l2lopt.parallel.threads import one_each, share_out
 Result = TypeVar("Result")
 AT_ONCE = 2**19
 """Coordinates times steps that a replay keeps, some 600 bytes each."""
+_CONSTANT_STATISTIC = "the rule's statistic over a tensor is taken as a constant; the estimator taped differentiates it"
 
 
 class Blockwise(Unroll):
@@ -200,6 +201,7 @@ class Blockwise(Unroll):
             available=available_memory(carry.params.device),
             spilt=self.rows.folder is not None,
             seconds=length * ((1 + others) * gradient + work),
+            notes=(_CONSTANT_STATISTIC,) if way.pull is None and "statistic" in carry.state.shared else (),
         )
         plan.check()
         return plan

@@ -25,6 +25,7 @@ class Plan:
         available: what is free now.
         spilt: the vectors lie in files, and count for nothing.
         seconds: the whole call, estimated from one gradient, one step and one replay of a block; with the disk apart.
+        notes: Sentences on what the meta-gradient leaves out, for the log.
     """
 
     window: int
@@ -34,6 +35,7 @@ class Plan:
     available: int
     spilt: bool
     seconds: float
+    notes: tuple[str, ...] = ()
 
     @property
     def vectors(self) -> int:

@@ -16,6 +16,7 @@ from l2lopt.core.registry import Choice
 from l2lopt.core.types import Report, seed_of, silent
 from l2lopt.estimators import Unroll
 from l2lopt.evaluation.free_runs import run_groups
+from l2lopt.experiments import from_python
 from l2lopt.experiments.config import Config, TrainConfig
 from l2lopt.optimisee import Optimisee
 from l2lopt.optimisers import Optimiser
@@ -70,14 +71,18 @@ class Training(NamedTuple):
     factory: OptimizerFactory
 
 
-def build(config: Config) -> Experiment:
-    """The objects a config describes.
+def build(config: Config, given: Sequence[Optimisee] = ()) -> Experiment:
+    """The objects a config describes; the optimisees `given` where it describes those.
 
     Raises:
-        UserError: for an unknown name or option, or a device that is not there.
+        UserError: for an unknown name or option, a device that is not there, or optimisees that are not the config's.
     """
     place = device(config.device)
-    problems = [optimisees.build(choice, device=str(place)) for choice in (config.optimisee, *config.mixed_with)]
+    choices = [config.optimisee, *config.mixed_with]
+    problems = [
+        made or optimisees.build(choice, device=str(place))
+        for made, choice in zip(from_python.matched(given, choices, place), choices, strict=True)
+    ]
     optimiser = optimisers.build(config.optimiser, optimisers.LEARNED, seed=seed_of("optimiser", config.seed))
     unroll = registry.build(estimators.UNROLLS, "unroll", config.unroll.estimator)
     config.evaluation.checked_horizons()
@@ -101,15 +106,19 @@ def fitting(optimiser: Optimiser, problems: Sequence[Optimisee]) -> Optimiser:
     return fit
 
 
-def build_training(config: TrainConfig) -> Training:
-    """The objects a config of training describes.
+def build_training(
+    config: TrainConfig, given: Sequence[Optimisee] = (), optimiser: Optimiser | None = None
+) -> Training:
+    """The objects a config of training describes; the optimisee and optimiser given where it describes those.
 
     Raises:
         UserError: for an unknown name or option, one that the parameters do not allow, or a device that is not there.
     """
     place = device(config.device)
-    optimisee = optimisees.build(config.optimisee, device=str(place))
-    factory = _factory(config.optimiser, seed_of("optimiser", config.seed))
+    (made,) = from_python.matched(given, [config.optimisee], place)
+    optimisee = made or optimisees.build(config.optimisee, device=str(place))
+    learned = from_python.matched_optimiser(optimiser, config.optimiser)
+    factory = _of(learned) if learned else _factory(config.optimiser, seed_of("optimiser", config.seed))
     seed = seed_of("train", config.seed)
     for split in config.train.splits:
         next(iter(optimisee.evaluation_batches(split, seed)))  # refused if it has no samples
@@ -154,7 +163,12 @@ def _factory(choice: Choice, seed: int) -> OptimizerFactory:
     name = choice if isinstance(choice, str) else choice.get("name")
     extra = {"seed": seed} if name in optimisers.LEARNED else {}
     built = registry.build({**optimisers.OPTIMISERS, **TORCH}, "optimiser", choice, **extra)
-    return partial(LearnedOptimizer, weights=built) if isinstance(built, Optimiser) else built
+    return _of(built) if isinstance(built, Optimiser) else built
+
+
+def _of(optimiser: Optimiser) -> OptimizerFactory:
+    """A function that makes the `torch.optim.Optimizer` of one of ours."""
+    return partial(LearnedOptimizer, weights=optimiser)
 
 
 def _trained(

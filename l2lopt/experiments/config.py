@@ -15,7 +15,7 @@ from l2lopt.core.settings import Settings
 from l2lopt.evaluation.settings import EvaluationSettings
 from l2lopt.optimisee import Split
 from l2lopt.storage.run_log import existing
-from l2lopt.training.meta_train import MetaTrainSettings, UnrollSettings
+from l2lopt.training.settings import MetaTrainSettings, UnrollSettings
 from l2lopt.training.train import TrainSettings
 
 C = TypeVar("C", bound=Settings)

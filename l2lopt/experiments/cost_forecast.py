@@ -17,7 +17,7 @@ from l2lopt.experiments.build import Experiment
 from l2lopt.experiments.config import Config
 from l2lopt.optimisee import Optimisee, Split, flat_loss
 from l2lopt.parallel.threads import cpu_threads
-from l2lopt.training.meta_train import inner_steps
+from l2lopt.training.inner_runs import inner_steps
 
 
 class PlannedRun(NamedTuple):

@@ -12,7 +12,8 @@ from l2lopt.estimators.blockwise import stratified
 from l2lopt.kernels.cpu.replay import can_pull
 from l2lopt.optimisee import flat_loss
 from l2lopt.parallel.threads import cpu_threads
-from l2lopt.training.meta_train import Targets, inner_steps
+from l2lopt.training.inner_runs import inner_steps
+from l2lopt.training.settings import Targets
 from optimisees import mlp
 
 DIRECTION = "coordinatewise direction-and-magnitude"
