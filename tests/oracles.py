@@ -339,7 +339,7 @@ def meta_loss(phi, problem, order, objective):
         if order == 1:
             grads, loss = grads.detach(), loss.detach()
         aux = {name: value.detach() for name, value in aux.items()}
-        update, state = problem.update(phi, grads, state, params, loss)
+        update, state = problem.update(phi, grads, state, params, loss=loss)
         params = params + update
         for target in step.targets:
             loss, _ = problem.loss(params, aux, target.batch)

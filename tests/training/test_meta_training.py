@@ -24,10 +24,10 @@ class LearnedRate(Optimiser):
         super().__init__()
         self.rate = torch.nn.Parameter(torch.tensor(rate, dtype=torch.float64))
 
-    def init(self, layout, batch=(), *, like=None):
+    def init(self, layout, batch=(), *, like=None, total_steps=None):
         return optimisers.SGD(1.0).init(layout, batch, like=like)
 
-    def update(self, grads, state, params, loss=None, after=None):
+    def update(self, grads, state, params, *, loss=None):
         return -self.rate * grads, state
 
 
