@@ -36,8 +36,8 @@ class RootMeanSquare:
         squares = torch.tensor(sums, dtype=torch.float64).view(*self._batch, len(self._layout.sizes))
         return of_sums(squares, self._layout, self._by_fan_in).to(like.dtype)
 
-    def divide(self, start: int, directions: Tensor, factors: list[float]) -> None:
-        """S·d / RMS in the place of d, `factors` the S / RMS per segment."""
+    def multiply(self, start: int, directions: Tensor, factors: list[float]) -> None:
+        """Multiplies each segment by its factor."""
         for index, part in self._parts(start, directions):
             part.mul_(factors[index])
 
