@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from functools import reduce
+from functools import partial, reduce
 from itertools import islice
 from math import ceil
 from typing import Literal, NamedTuple, TypeAlias
@@ -219,7 +219,7 @@ class Blockwise(Unroll):
         """How long it takes to go back through a block's window."""
         seconds, _ = seconds_of(lambda: way.replay(phi, probe, {}))
         for key in way.linked or ():
-            seconds += seconds_of(lambda key=key: way.mean_adjoint(phi, probe, {}, key))[0]
+            seconds += seconds_of(partial(way.mean_adjoint, phi, probe, {}, key))[0]
         return seconds
 
     def _open(self, optimiser_state: OptimiserState, params: Tensor, state: UnrollState) -> "tuple[_Open, UnrollState]":
@@ -243,7 +243,7 @@ class Blockwise(Unroll):
         shards = record.whole.shards
         adjoints: dict[str, MeanAdjoint] = {}
         for key in self._linked(phi, window, way):
-            sums = self._summed(window, way, lambda part, key=key: {"": way.mean_adjoint(phi, part, adjoints, key)})
+            sums = self._summed(window, way, partial(_mean_adjoint, way, phi, adjoints, key))
             if sums:
                 adjoints[key] = mean_adjoint(record.whole, record.layout, key, sums[""])
         found = self._summed(window, way, lambda part: _named(way.replay(phi, part, adjoints)))
@@ -348,6 +348,11 @@ def _sliced(state: OptimiserState, count: int) -> OptimiserState:
         for kind, values in state.groups.items()
     }
     return OptimiserState(layout, coordinates, groups, state.shared)
+
+
+def _mean_adjoint(way: _Way, phi: Params, adjoints: Mapping[str, MeanAdjoint], key: str, window: Window) -> Params:
+    """A block's part of a mean's adjoint, in a table of one."""
+    return {"": way.mean_adjoint(phi, window, adjoints, key)}
 
 
 def _named(found: BlockAdjoints) -> Params:

@@ -1,16 +1,21 @@
-"""What a window records of its steps beside gradients: their numbers, and the statistic with its adjoint.
+"""What the kernels read of a window's record beside gradients: the steps' numbers, and a rule's statistic.
 
-All that the kernels read from `Window.shared` is read here.
+The statistic R of a rule is the root of the mean square of a tensor's directions, times the root of its fan-in where
+the rule asks for that. The record has the mean square; adjoints are those of R, on both ways.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from l2lopt.core.types import Window
-from l2lopt.optimisers.rules import DirectionAndMagnitude
+from l2lopt.core.layout import Layout
+from l2lopt.estimators.window import MeanAdjoint, Window
+from l2lopt.optimisers.rules import DIRECTION, EPS, DirectionAndMagnitude
+
+MEAN = f"tensors.{DIRECTION}"
+"""Name of the mean square of each tensor's directions in a record."""
 
 
 class Statistic(NamedTuple):
@@ -18,8 +23,8 @@ class Statistic(NamedTuple):
 
     Attributes:
         value: R.
-        adjoint: c² times what `types.Replay` calls "pull", c² the fan-in or 1; None where R is a constant.
-        weight: c² times what it calls "own", or None where R is a constant.
+        adjoint: c² times the adjoint that each coordinate takes, c² the fan-in or 1; None where R is a constant.
+        weight: c² times the weight of a coordinate's part in it, see `MeanAdjoint`; None where R is a constant.
     """
 
     value: Tensor
@@ -29,16 +34,30 @@ class Statistic(NamedTuple):
 
 def numbers(window: Window) -> list[int]:
     """Each step's number, from 1 at an optimiser's first update."""
-    return [int(shared["step"]) + 1 for shared in (window.state.shared, *window.shared[:-1])]
+    first = int(window.state.shared["step"])
+    return [first + t for t in range(1, len(window.grads) + 1)]
 
 
-def statistic(rule: DirectionAndMagnitude, window: Window) -> Statistic:
-    """The statistic that was measured on the whole vector."""
-    value = _stacked(window, "statistic")
-    if "pull" not in window.shared[0]:
+def root_of(squares: Tensor, layout: Layout, by_fan_in: bool) -> Tensor:
+    """R of the mean squares [..., tensors], as `rules.root_mean_square` has it."""
+    factors = squares.new_tensor(layout.fan_ins) if by_fan_in else 1
+    return ((squares + EPS**2) * factors).sqrt()
+
+
+def statistic(rule: DirectionAndMagnitude, window: Window, adjoints: Mapping[str, MeanAdjoint]) -> Statistic:
+    """The statistic that was measured on the whole vector, and its adjoint."""
+    value = _measured(rule, window)
+    if MEAN not in adjoints:
         return Statistic(value, None, None)
+    total, weight = (part.to(value.dtype) for part in adjoints[MEAN])
     squares = torch.tensor(window.state.layout.fan_ins if rule.by_fan_in else 1).to(value)
-    return Statistic(value, _stacked(window, "pull") * squares, _stacked(window, "own") * squares)
+    return Statistic(value, total * squares, weight.expand_as(total) * squares)
+
+
+def spread(values: Tensor, layout: Layout) -> Tensor:
+    """A number per tensor, [..., tensors], to each of a block's coordinates, [..., B]."""
+    sizes = torch.tensor(layout.sizes, device=values.device)
+    return values.repeat_interleave(sizes, dim=-1, output_size=layout.size)
 
 
 def statistic_adjoint(
@@ -66,8 +85,10 @@ def statistic_adjoint(
         directions[t].mul_(-scaled)
         a = a - rule.weight_decay * scaled
     sums = [part.sum(-1, dtype=torch.float64) for part in window.state.layout.split(directions)]
-    return torch.stack(sums, -1) / _stacked(window, "statistic").double().square()
+    return torch.stack(sums, -1) / _measured(rule, window).double().square()
 
 
-def _stacked(window: Window, name: str) -> Tensor:
-    return torch.stack([shared[name] for shared in window.shared])
+def _measured(rule: DirectionAndMagnitude, window: Window) -> Tensor:
+    """R of each step, [T, *batch, tensors]."""
+    squares = torch.stack([meeting.means[MEAN] for meeting in window.meetings])
+    return root_of(squares, window.state.layout, rule.by_fan_in).to(window.params.dtype)

@@ -88,7 +88,7 @@ def parameter(name: str, item: inputs.Parameter, sight: Sight, step: int) -> Fea
 def loss(name: str, item: inputs.Loss, sight: Sight, step: int) -> FeatureRows:
     """What the reference makes of each row's loss, as often as the row has coordinates in the block."""
     n = sight.grads.shape[-1]
-    first = Sight(sight.grads[..., :1], sight.params[..., :1], sight.step, sight.loss)
+    first = sight._replace(grads=sight.grads[..., :1], params=sight.params[..., :1])
     values = item(first, {})[0].flatten(1).tolist()
     segments = Segments([n] * (sight.grads.numel() // max(n, 1)))
 

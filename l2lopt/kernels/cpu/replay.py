@@ -1,5 +1,6 @@
 """Backpropagation through a window of the coordinatewise learned optimiser for a block, written by hand."""
 
+from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -7,7 +8,8 @@ import torch
 from torch import Tensor
 
 from l2lopt.core.errors import UserError
-from l2lopt.core.types import Params, Window
+from l2lopt.core.layout import Params
+from l2lopt.estimators.window import BlockAdjoints, MeanAdjoint, Window
 from l2lopt.kernels import recorded
 from l2lopt.kernels.cpu.block import Block
 from l2lopt.kernels.cpu.cells import CellKernel, Record, cell_kernel
@@ -18,7 +20,6 @@ from l2lopt.kernels.folding import Folded, fold, gradient_through, refusal
 from l2lopt.optimisers.base import Optimiser
 from l2lopt.optimisers.coordinatewise import Coordinatewise
 from l2lopt.optimisers.inputs import INPUTS, Input, Parameter, Sight
-from l2lopt.optimisers.rules import spread
 
 
 def refusal_to_replay(optimiser: Optimiser) -> str | None:
@@ -41,8 +42,14 @@ def refusal_to_replay(optimiser: Optimiser) -> str | None:
     return None
 
 
-def replay(optimiser: Coordinatewise, phi: Params, window: Window, space: Workspace | None = None) -> Params:
-    """The block's part of the meta-gradient; gradients, losses and shared values are constants (see `types.Replay`).
+def replay(
+    optimiser: Coordinatewise,
+    phi: Params,
+    window: Window,
+    adjoints: Mapping[str, MeanAdjoint] | None = None,
+    space: Workspace | None = None,
+) -> BlockAdjoints:
+    """The block's part of the meta-gradient; gradients, losses and means without adjoint are constants.
 
     With a_t the adjoint of θ_t, s̄_t that of the state and q_t the source at θ_{t+1}, from a_T = s̄_T = 0:
 
@@ -61,6 +68,7 @@ def replay(optimiser: Coordinatewise, phi: Params, window: Window, space: Worksp
         optimiser: An optimiser that `refusal_to_replay` lets pass.
         phi: Its parameters.
         window: The block's steps.
+        adjoints: The adjoint of the rule's statistic, under the name of its mean; none where it is a constant.
         space: Memory to use again; threads may share it.
 
     Raises:
@@ -71,17 +79,18 @@ def replay(optimiser: Coordinatewise, phi: Params, window: Window, space: Worksp
         remedy = "replay it by autograd"
         raise UserError("replay", expected="an optimiser that can be replayed by hand", found=reason, remedy=remedy)
     if not len(window.grads):
-        return {name: torch.zeros_like(value) for name, value in phi.items()}
-    return gradient_through(optimiser, phi, partial(_replay, optimiser, phi, window, space or Workspace()))
+        return BlockAdjoints({name: torch.zeros_like(value) for name, value in phi.items()}, {})
+    run = partial(_replay, optimiser, phi, window, adjoints or {}, space or Workspace())
+    return BlockAdjoints(gradient_through(optimiser, phi, run), {})
 
 
-def pull(optimiser: Coordinatewise, phi: Params, window: Window, space: Workspace | None = None) -> Tensor:
-    """The adjoint of the rule's statistic at each step by way of the block's updates, see `types.Pull`.
+def statistic_adjoint(optimiser: Coordinatewise, phi: Params, window: Window, space: Workspace | None = None) -> Tensor:
+    """The adjoint of the rule's statistic at each step by way of the block's updates.
 
     The forward half of `replay` and a few operations a step.
 
     Args:
-        optimiser: An optimiser that `can_pull` lets pass.
+        optimiser: An optimiser that `has_statistic_adjoint` lets pass.
         phi: Its parameters.
         window: The block's steps.
         space: Memory to use again; threads may share it.
@@ -90,14 +99,14 @@ def pull(optimiser: Coordinatewise, phi: Params, window: Window, space: Workspac
         [T, *batch, tensors] in float64.
     """
     with torch.no_grad():
-        run = _forward(optimiser, phi, window, space or Workspace(), fold(optimiser, phi))
+        run = _forward(optimiser, phi, window, {}, space or Workspace(), fold(optimiser, phi))
         assert isinstance(run.rule, DirectionAndMagnitude)
         directions = torch.stack([outputs[0] for outputs in run.trace.outputs]).view(window.grads.shape)
         scales = [run.rule.scale(step) for step in run.trace.numbers]
         return recorded.statistic_adjoint(run.rule.rule, scales, directions, window)
 
 
-def can_pull(optimiser: Optimiser) -> bool:
+def has_statistic_adjoint(optimiser: Optimiser) -> bool:
     """Whether the adjoint of the rule's statistic can be computed: there is one, and the network does not see θ."""
     if not isinstance(optimiser, Coordinatewise) or not optimiser.rule.statistic:
         return False
@@ -124,7 +133,14 @@ class _Run(NamedTuple):
     of_theta: list[int]
 
 
-def _forward(optimiser: Coordinatewise, phi: Params, window: Window, space: Workspace, folded: Folded) -> _Run:
+def _forward(
+    optimiser: Coordinatewise,
+    phi: Params,
+    window: Window,
+    adjoints: Mapping[str, MeanAdjoint],
+    space: Workspace,
+    folded: Folded,
+) -> _Run:
     trace, of_theta = _trace(optimiser, window, space)
     M, P = trace.hidden[0].shape
     cell = cell_kernel(folded)
@@ -135,7 +151,7 @@ def _forward(optimiser: Coordinatewise, phi: Params, window: Window, space: Work
     c.view(first.shape).copy_(first)
     rule = KERNELS[type(optimiser.rule)](optimiser.rule, folded, phi)
     rule.begin(trace, window.state.coordinates)
-    normaliser = _normaliser(rule, trace, window) if isinstance(rule, DirectionAndMagnitude) else None
+    normaliser = _normaliser(rule, trace, window, adjoints) if isinstance(rule, DirectionAndMagnitude) else None
     for t, outputs in enumerate(trace.outputs):
         theta, after = trace.params[t : t + 2]
         for column in of_theta:
@@ -168,10 +184,15 @@ def _update(t: int, trace: Trace, rule: RuleKernel, normaliser: Normaliser | Non
 
 
 def _replay(
-    optimiser: Coordinatewise, phi: Params, window: Window, space: Workspace, folded: Folded
+    optimiser: Coordinatewise,
+    phi: Params,
+    window: Window,
+    adjoints: Mapping[str, MeanAdjoint],
+    space: Workspace,
+    folded: Folded,
 ) -> tuple[Folded, Params]:
     """The gradient with respect to `folded` and to the rule's parameters."""
-    run = _forward(optimiser, phi, window, space, folded)
+    run = _forward(optimiser, phi, window, adjoints, space, folded)
     trace, cell, rule, of_theta = run.trace, run.cell, run.rule, run.of_theta
     M, P = trace.hidden[0].shape
     take = partial(_take, space, P, folded.head)
@@ -200,13 +221,15 @@ def _take(space: Workspace, width: int, like: Tensor, name: str, *sizes: int) ->
     return space.take(name, *sizes, width, like=like)
 
 
-def _normaliser(rule: DirectionAndMagnitude, trace: Trace, window: Window) -> Normaliser:
+def _normaliser(
+    rule: DirectionAndMagnitude, trace: Trace, window: Window, adjoints: Mapping[str, MeanAdjoint]
+) -> Normaliser:
     """The recorded statistic as the rule takes it."""
-    value, adjoint, weight = recorded.statistic(rule.rule, window)
+    value, adjoint, weight = recorded.statistic(rule.rule, window, adjoints)
     scales = torch.tensor([rule.scale(step) for step in trace.numbers], dtype=torch.float64)
 
     def each(numbers: Tensor) -> tuple[Tensor, ...]:
-        numbers = spread(numbers.to(window.params.dtype), window.state.layout)
+        numbers = recorded.spread(numbers.to(window.params.dtype), window.state.layout)
         return numbers.reshape(len(scales), window.params.numel()).unbind()
 
     factors = each(scales.view(-1, *(1,) * (value.dim() - 1)) / value.double())
@@ -249,13 +272,16 @@ def _trace(optimiser: Coordinatewise, window: Window, space: Workspace) -> tuple
 def _look(name: str, item: Input, grads: Tensor, finite: Tensor, window: Window, steps: Tensor, out: Tensor) -> None:
     """Writes the features of an input other than θ to `out` [T, size, P]: at once where it has no memory."""
     if not item.memory:
-        sight = Sight(grads, window.params, steps.view(-1, *(1,) * window.params.dim()), window.losses)
+        number = steps.view(-1, *(1,) * window.params.dim())
+        sight = Sight(grads, window.params, number, window.losses, window.state.layout, finite)
         features, _ = item(sight, {})
         out.copy_(features.reshape(item.size, *out[:, 0].shape).transpose(0, 1))
         return
     memory = {key: window.state.coordinates[f"{name}.{key}"] for key in item.memory}
     for t, step in enumerate(steps):
-        features, after = item(Sight(grads[t], window.params, step, window.losses[t]), memory)
+        features, after = item(
+            Sight(grads[t], window.params, step, window.losses[t], window.state.layout, finite[t]), memory
+        )
         out[t].copy_(features.reshape(out[t].shape))
         memory = {key: value.where(finite[t], memory[key]) for key, value in after.items()}
 

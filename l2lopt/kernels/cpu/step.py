@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from l2lopt.core.types import OptimiserState, Params
+from l2lopt.core.layout import Params
+from l2lopt.core.types import OptimiserState
 from l2lopt.kernels import folding
 from l2lopt.kernels.cpu.block import WIDTH, Block
 from l2lopt.kernels.cpu.cells import CellKernel, cell_kernel
@@ -69,7 +70,6 @@ class CPU(Twin):
         state: OptimiserState,
         params: Tensor,
         loss: Tensor | None,
-        after: Params | None,
         coordinates: Params,
         update: Tensor,
     ) -> tuple[Tensor, OptimiserState]:
@@ -83,19 +83,18 @@ class CPU(Twin):
             {key: _flat(value, grads) for key, value in coordinates.items()},
             update.view(-1),
         )
+        sight = Sight(grads, params, shared["step"], loss, state.layout, torch.empty(0))  # no kernel asks for `finite`
         with one_each() as threads:
-            step = BlockStep.of(self.reference, phi, self._fold(phi), Sight(grads, params, shared["step"], loss))
+            step = BlockStep.of(self.reference, phi, self._fold(phi), sight)
             statistic = RootMeanSquare(state.layout, batch, rule.by_fan_in) if rule.statistic else None
-            bad, squares = self._first_pass(threads, step, whole, statistic if after is None else None)
+            bad, squares = self._first_pass(threads, step, whole, statistic)
             if statistic is not None:
-                if after is None:
-                    shared["statistic"] = statistic.total(squares, grads)
-                _second_pass(threads, step, whole, statistic, (shared if after is None else after)["statistic"])
+                _second_pass(threads, step, whole, statistic, statistic.total(squares, grads))
             if bad is not None:
                 whole.update[bad] = 0
                 counts = torch.bincount(bad // grads.shape[-1], minlength=prod(batch))
                 shared["skipped"] = shared["skipped"] + counts.view(batch)
-        return update, OptimiserState(state.layout, coordinates, shared if after is None else after)
+        return update, OptimiserState(state.layout, coordinates, state.groups, shared)
 
     def _first_pass(
         self, threads: int, step: "BlockStep", whole: Block, statistic: RootMeanSquare | None
