@@ -79,8 +79,8 @@ class Playback(Exchange):
         return found
 
     def mean_of_sums(self, grouping: Grouping, name: str, sums: Tensor) -> Tensor:
-        """The recorded mean."""
-        return self.mean(grouping, name, sums)
+        """The recorded mean of the whole's groups, as those have it who add up group by group: a constant."""
+        return self._meeting.means[key_of(grouping, name)].to(sums.dtype)
 
     def whole(self, name: str, function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
         """The recorded values, a constant."""

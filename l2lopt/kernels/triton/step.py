@@ -8,12 +8,12 @@ from torch import Tensor
 
 from l2lopt.core.layout import Layout, Params
 from l2lopt.core.types import OptimiserState
-from l2lopt.kernels.recorded import root_of
 from l2lopt.kernels.fused import Twin
+from l2lopt.kernels.recorded import root_of
 from l2lopt.kernels.triton import device, interpreted, packing
 from l2lopt.kernels.triton.packing import Shape
-from l2lopt.optimisers.rules import DIRECTION
 from l2lopt.optimisers import Coordinatewise
+from l2lopt.optimisers.rules import DIRECTION
 
 KINDS = (torch.float32, torch.bfloat16)
 PRECISION = "tf32x3"
