@@ -21,6 +21,7 @@ from l2lopt.core.settings import Settings
 from l2lopt.core.types import Report, seed_of, silent
 from l2lopt.estimators import Unroll
 from l2lopt.evaluation.comparison import EvaluationSettings, run_groups
+from l2lopt.experiments import from_python
 from l2lopt.optimisee import Optimisee, Split
 from l2lopt.optimisers import Optimiser
 from l2lopt.storage.run_log import existing
@@ -185,16 +186,17 @@ def dump(config: Settings) -> str:
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
 
 
-def build(config: Config) -> Experiment:
-    """The objects a config describes.
+def build(config: Config, given: Sequence[Optimisee] = ()) -> Experiment:
+    """The objects a config describes; the optimisees `given` where it describes those.
 
     Raises:
-        UserError: for an unknown name or option, or a device that is not there.
+        UserError: for an unknown name or option, a device that is not there, or optimisees that are not the config's.
     """
     place = device(config.device)
+    choices = [config.optimisee, *config.mixed_with]
     problems = [
-        registry.build(optimisees.OPTIMISEES, "optimisee", choice, device=str(place))
-        for choice in (config.optimisee, *config.mixed_with)
+        made or registry.build(optimisees.OPTIMISEES, "optimisee", choice, device=str(place))
+        for made, choice in zip(from_python.matched(given, choices, place), choices, strict=True)
     ]
     optimiser = optimisers.build(config.optimiser, optimisers.LEARNED, seed=seed_of("optimiser", config.seed))
     unroll = registry.build(estimators.UNROLLS, "unroll", config.unroll.estimator)
@@ -219,15 +221,19 @@ def fitting(optimiser: Optimiser, problems: Sequence[Optimisee]) -> Optimiser:
     return fit
 
 
-def build_training(config: TrainConfig) -> Training:
-    """The objects a config of training describes.
+def build_training(
+    config: TrainConfig, given: Sequence[Optimisee] = (), optimiser: Optimiser | None = None
+) -> Training:
+    """The objects a config of training describes; the optimisee and optimiser given where it describes those.
 
     Raises:
         UserError: for an unknown name or option, one that the parameters do not allow, or a device that is not there.
     """
     place = device(config.device)
-    optimisee = registry.build(optimisees.OPTIMISEES, "optimisee", config.optimisee, device=str(place))
-    factory = _factory(config.optimiser, seed_of("optimiser", config.seed))
+    (made,) = from_python.matched(given, [config.optimisee], place)
+    optimisee = made or registry.build(optimisees.OPTIMISEES, "optimisee", config.optimisee, device=str(place))
+    learned = from_python.matched_optimiser(optimiser, config.optimiser)
+    factory = _of(learned) if learned else _factory(config.optimiser, seed_of("optimiser", config.seed))
     seed = seed_of("train", config.seed)
     for split in config.train.splits:
         next(iter(optimisee.whole(split, seed)))  # refused if it has no samples
@@ -296,7 +302,12 @@ def _factory(choice: Choice, seed: int) -> OptimizerFactory:
     name = choice if isinstance(choice, str) else choice.get("name")
     extra = {"seed": seed} if name in optimisers.LEARNED else {}
     built = registry.build({**optimisers.OPTIMISERS, **TORCH}, "optimiser", choice, **extra)
-    return partial(LearnedOptimizer, weights=built) if isinstance(built, Optimiser) else built
+    return _of(built) if isinstance(built, Optimiser) else built
+
+
+def _of(optimiser: Optimiser) -> OptimizerFactory:
+    """What makes the `torch.optim.Optimizer` of one of ours."""
+    return partial(LearnedOptimizer, weights=optimiser)
 
 
 def _trained(

@@ -22,7 +22,10 @@ from l2lopt.core.types import Params, Report, silent
 from l2lopt.evaluation import comparison
 from l2lopt.evaluation.comparison import Evaluation
 from l2lopt.experiments import config as configs
+from l2lopt.experiments import from_python
 from l2lopt.experiments.config import Config, TrainConfig
+from l2lopt.optimisee import Optimisee
+from l2lopt.optimisers import Optimiser
 from l2lopt.parallel import processes
 from l2lopt.parallel.threads import cpu_threads
 from l2lopt.report import figures
@@ -62,33 +65,55 @@ _log = logging.getLogger(__name__)
 
 
 def meta_train(
-    config: str | Path | Mapping[str, Any] | Config,
+    config: str | Path | Mapping[str, Any] | Config | Optimisee | Sequence[Optimisee],
     run: str | Path,
     *,
+    optimiser: Choice | None = None,
     changes: Sequence[str] = (),
     overwrite: bool = False,
     resume: bool = False,
     report: Report = silent,
 ) -> Path:
-    """Meta-trains the optimiser that a config describes.
+    """Meta-trains the optimiser that a config describes, or one for an optimisee made in Python.
 
     Leaves `config.toml`, `metrics.jsonl`, TensorBoard events and `optimiser.safetensors` in the run's folder. Where
     `torchrun` has started several processes, each makes its own runs of the meta-batch: `meta_training.meta_train`.
 
     Args:
-        config: a TOML file, a mapping, or a `Config`.
-        run: the folder; it must be new or empty unless `overwrite`.
-        changes: to the config, such as "unroll.length=200".
-        overwrite: clear an earlier run's files away first.
-        resume: take an interrupted run of the same config up where its last checkpoint stands (or begin it); the end is
-            the same to the byte.
-        report: progress.
+        config: A TOML file, a mapping, or a `Config`; or an optimisee, such as `make_optimisee` gives, and several to
+            meta-train on all of them. All other settings are then those of an empty config.
+        run: The folder; it must be new or empty unless `overwrite`.
+        optimiser: The learned optimiser for an optimisee: a name, or a mapping of the name and its options. A config
+            names its own.
+        changes: Changes to the config, such as "unroll.length=200".
+        overwrite: Whether an earlier run's files are removed first.
+        resume: Whether an interrupted run of the same config (and the same optimisee) goes on from its last checkpoint,
+            or begins if there is none; the end is the same to the byte.
+        report: The function that is told the progress.
 
     Raises:
-        UserError: for a mistake in the config, or a folder that holds a run already.
+        UserError: for a mistake in the config, another optimisee than that of the run to go on with, or a folder that
+            holds a run already.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> import l2lopt
+        >>> inputs = torch.randn(200, 4)
+        >>> samples = inputs, (inputs.sum(1) > 0).long()
+        >>> problem = l2lopt.make_optimisee(lambda: nn.Linear(4, 2), nn.functional.cross_entropy, samples)
+        >>> changes = ["meta.updates=2", "unroll.length=5", "validation.seeds=1", "validation.horizons=[5]"]
+        >>> optimiser = {"name": "coordinatewise", "hidden_size": 4}
+        >>> run = l2lopt.meta_train(problem, "runs/mine", optimiser=optimiser, changes=changes)
+        >>> sorted(path.name for path in run.glob("o*"))
+        ['optimiser.safetensors']
+        >>> run = l2lopt.meta_train(problem, run, optimiser=optimiser, changes=changes, resume=True)  # goes on
+
+        The same from a config: `l2lopt.meta_train("configs/demo.toml", "runs/demo")`.
     """
     with processes.together():
-        experiment = configs.build(configs.load(config, changes))
+        source = from_python.source(config, optimiser, is_trained=True)
+        experiment = configs.build(configs.load(source.config, changes), source.optimisees)
         settings = experiment.config
         folder = processes.on_first(lambda: _claim(Path(run), overwrite, resume))
         work = settings.model_dump(mode="json", exclude={"evaluation", "label"})
@@ -127,19 +152,41 @@ def meta_train(
     return folder
 
 
-def evaluate(*runs: str | Path, changes: Sequence[str] = (), report: Report = silent) -> Evaluation:
+def evaluate(
+    *runs: str | Path,
+    optimisee: Optimisee | Sequence[Optimisee] | None = None,
+    changes: Sequence[str] = (),
+    report: Report = silent,
+) -> Evaluation:
     """Compares the learned optimisers of one or more runs with tuned baselines, all on the same fresh problems.
 
     Leaves `evaluation.csv` and `evaluation.json` (table, chosen baselines, warnings) in every run's folder. Started by
     `torchrun`, its processes share out the problems.
 
     Args:
-        runs: folders that `meta_train` left; several must agree on optimisee, seed and evaluation.
-        changes: to their configs, such as "evaluation.seeds=50".
-        report: progress.
+        runs: Folders that `meta_train` left; several must agree on optimisee, seed and evaluation.
+        optimisee: The optimisee that the runs were given, if it was made in Python; of several the first.
+        changes: Changes to their configs, such as "evaluation.seeds=50".
+        report: The function that is told the progress.
 
     Raises:
-        UserError: for a folder without a run, damaged weights, or runs that cannot be compared.
+        UserError: for a folder without a run, damaged weights, an optimisee that is not that of the runs, or runs that
+            cannot be compared.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> import l2lopt
+        >>> inputs = torch.randn(200, 4)
+        >>> samples = inputs, (inputs.sum(1) > 0).long()
+        >>> problem = l2lopt.make_optimisee(lambda: nn.Linear(4, 2), nn.functional.cross_entropy, samples)
+        >>> changes = ["meta.updates=2", "unroll.length=5", "validation.seeds=1", "validation.horizons=[5]"]
+        >>> run = l2lopt.meta_train(problem, "runs/compared", changes=changes)
+        >>> changes = ["evaluation.steps=5", "evaluation.horizons=[5]", "evaluation.seeds=3"]
+        >>> changes += ["evaluation.baselines=[{optimiser='adam', rates=[0.01, 0.1]}]"]
+        >>> result = l2lopt.evaluate(run, optimisee=problem, changes=changes)
+        >>> sorted({row.optimiser for row in result.table})
+        ['adam', 'learned-lstm']
     """
     folders = [Path(run) for run in runs]
     if not folders:
@@ -151,7 +198,8 @@ def evaluate(*runs: str | Path, changes: Sequence[str] = (), report: Report = si
                 expected, found = f"the {key} of {folders[0]}", "another"
                 raise UserError(str(folder), expected=expected, found=found, remedy="evaluate it by itself")
     with processes.together():
-        first = configs.build(settings[0])
+        compared_on = settings[0].model_copy(update={"mixed_with": []})
+        first = configs.build(compared_on, from_python.listed(optimisee)[:1])
         learned = {}
         for folder, own in zip(folders, settings, strict=True):
             names = (own.name, f"{own.name} ({folder.name})", f"{own.name} ({folder})")
@@ -170,15 +218,16 @@ def evaluate(*runs: str | Path, changes: Sequence[str] = (), report: Report = si
 
 
 def train(
-    config: str | Path | Mapping[str, Any] | TrainConfig,
+    config: str | Path | Mapping[str, Any] | TrainConfig | Optimisee,
     run: str | Path,
     *,
+    optimiser: Choice | Path | Optimiser | None = None,
     changes: Sequence[str] = (),
     overwrite: bool = False,
     resume: bool = False,
     report: Report = silent,
 ) -> Trained:
-    """Trains the optimisee that a config describes with any optimiser, to the end.
+    """Trains the optimisee that a config describes, or one made in Python, with any optimiser, to the end.
 
     Leaves `config.toml`, `metrics.jsonl`, TensorBoard events, `model.safetensors` (parameters as "params/…", the loss's
     own state as "aux/…", and in the header what they are), `result.json` and the training curve in `figures/` in the
@@ -188,20 +237,40 @@ def train(
     sequence metric the test windows for TensorBoard's projector.
 
     Args:
-        config: a TOML file, a mapping, or a `TrainConfig`.
-        run: the folder; it must be new or empty unless `overwrite`.
-        changes: to the config, such as "train.steps=200".
-        overwrite: clear an earlier run's files away first.
-        resume: take an interrupted run of the same config up where its last checkpoint stands (or begin it); the end is
-            the same to the byte.
-        report: progress.
+        config: A TOML file, a mapping, or a `TrainConfig`; or an optimisee, such as `make_optimisee` gives. All other
+            settings are then those of an empty config.
+        run: The folder; it must be new or empty unless `overwrite`.
+        optimiser: The optimiser for an optimisee: a name such as "torch.optim.NAdam"; a mapping of the name and its
+            options, such as {"name": "adam", "lr": 0.01}; weights, by their name, their file or the folder of their
+            meta-training; or an optimiser, such as `load` gives. A config names its own.
+        changes: Changes to the config, such as "train.steps=200".
+        overwrite: Whether an earlier run's files are removed first.
+        resume: Whether an interrupted run of the same config (and the same optimisee and optimiser) goes on from its
+            last checkpoint, or begins if there is none; the end is the same to the byte.
+        report: The function that is told the progress.
 
     Raises:
-        UserError: for a mistake in the config, damaged weights, a folder that holds a run already, or several processes
-            of `torchrun`.
+        UserError: for a mistake in the config, damaged weights, another optimisee or optimiser than that of the run to
+            go on with, a folder that holds a run already, or several processes of `torchrun`.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> import l2lopt
+        >>> inputs = torch.randn(200, 4)
+        >>> samples = inputs, (inputs.sum(1) > 0).long()
+        >>> problem = l2lopt.make_optimisee(lambda: nn.Linear(4, 2), nn.functional.cross_entropy, samples)
+        >>> result = l2lopt.train(problem, "runs/adam", optimiser="torch.optim.Adam", changes=["train.steps=30"])
+        >>> result.steps
+        30
+        >>> result = l2lopt.train(problem, "runs/learned", optimiser=l2lopt.load("lstm"), changes=["train.steps=30"])
+        >>> bool(result.metrics["loss"] < 0.7)
+        True
     """
     processes.alone("train")
-    built = configs.build_training(configs.load(config, changes, kind=TrainConfig))
+    source = from_python.source(config, optimiser)
+    loaded = configs.load(source.config, changes, kind=TrainConfig)
+    built = configs.build_training(loaded, source.optimisees, source.optimiser)
     settings = built.config
     folder = _claim(Path(run), overwrite, resume)
     work = settings.model_dump(mode="json", exclude={"label"}) | {"weights": _digest(settings.optimiser)}

@@ -85,6 +85,7 @@ def meta_train(
     Examples:
         >>> import optimisees
         >>> from l2lopt import estimators, optimisers
+        >>> from l2lopt.training.meta_train import meta_train
         >>> from l2lopt.training.settings import MetaTrainSettings, UnrollSettings
         >>> optimiser = optimisers.make("coordinatewise", hidden_size=4)
         >>> result = meta_train(

@@ -134,6 +134,7 @@ def train(
     Examples:
         >>> from functools import partial
         >>> import optimisees, torch
+        >>> from l2lopt.training.train import TrainSettings, train
         >>> quadratic = optimisees.make("quadratic", size=3)
         >>> result = train(quadratic, partial(torch.optim.SGD, lr=0.02), TrainSettings(steps=20))
         >>> result.steps, result.diverged
