@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from l2lopt.core.errors import UserError, at_least_0
-from l2lopt.core.types import Layout, OptimiserState, Params
+from l2lopt.core.types import Layout, OptimiserState
 from l2lopt.optimisers.base import Optimiser, first_step
 
 Shape: TypeAlias = Literal["constant", "linear", "cosine", "exponential"]
@@ -83,24 +83,22 @@ class Scheduled(Optimiser):
         check_schedule("scheduled", shape, warm_up, total, final)
         self.optimiser, self.shape, self.warm_up, self.total, self.final = optimiser, shape, warm_up, total, final
         self.coordinatewise, self.rounds_its_state = optimiser.coordinatewise, optimiser.rounds_its_state
+        self.groupings, self.needs_loss = optimiser.groupings, optimiser.needs_loss
 
-    def init(self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None) -> OptimiserState:
+    def init(
+        self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None, total_steps: int | None = None
+    ) -> OptimiserState:
         """The inner optimiser's state, and "step", the count of updates so far, where it does not count them itself."""
-        state = self.optimiser.init(layout, batch, like=like)
+        state = self.optimiser.init(layout, batch, like=like, total_steps=total_steps)
         count = first_step(torch.zeros(()) if like is None else like)
         return state._replace(shared={"step": count, **state.shared})
 
     def update(
-        self,
-        grads: Tensor,
-        state: OptimiserState,
-        params: Tensor,
-        loss: Tensor | None = None,
-        after: Params | None = None,
+        self, grads: Tensor, state: OptimiserState, params: Tensor, *, loss: Tensor | None = None
     ) -> tuple[Tensor, OptimiserState]:
         """s_t · u_t."""
         step = state.shared["step"]
-        update, after_it = self.optimiser.update(grads, state, params, loss, after)
+        update, after_it = self.optimiser.update(grads, state, params, loss=loss)
         factor = warm_up_then(self.shape, step, self.warm_up, self.total, self.final)
         # An inner optimiser without a step hands ours on or drops it, one with a step has counted already: the names
         # of before come first, so that the state keeps its order, which is what a checkpoint goes by.

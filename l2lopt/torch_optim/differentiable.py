@@ -83,7 +83,7 @@ class Differentiable(Base):  # type: ignore[misc]  # higher has no types
         rule = group["weights"] if isinstance(group["weights"], Optimiser) else self._rules[group["weights"]]
         phi = {name: value.to(theta) for name, value in rule.phi().items()}
         before = _joined(params, tables, rule.init(layout, like=theta))
-        update, state = rule.update_with(phi, flat, before, theta, loss)
+        update, state = rule.update_with(phi, flat, before, theta, loss=loss)
         _part(state, torch.bfloat16 if group["state_dtype"] == "bfloat16" else dtype, tables)
         if group["max_update"] is not None:
             update = update.clamp(-group["max_update"], group["max_update"])

@@ -78,7 +78,7 @@ class FlatVector:
             self._states[prefix] = self._join(rule, prefix, dtype, grads)
         state, shards = self._states[prefix], self.layout.shards
         if dtype == grads.dtype or rule.rounds_its_state:
-            update, after = rule.advance(grads, state, theta, loss)
+            update, after = rule.update_(grads, state, theta, loss=loss)
             for key, value in after.coordinates.items():
                 if value is not state.coordinates[key]:
                     state.coordinates[key].copy_(value)
@@ -101,9 +101,9 @@ class FlatVector:
             UserError: for a rule whose coordinates meet otherwise than in a statistic, on parameters that are cut.
         """
         fresh = rule.init(self.layout, like=like)
-        if self.layout.shards is not None and not rule.coordinatewise and "statistic" not in fresh.shared:
+        if self.layout.shards is not None and not rule.coordinatewise:
             found, remedy = type(rule).__name__, "choose a coordinatewise rule, or do not shard its parameters"
-            expected = "a rule whose coordinates meet in a statistic only"
+            expected = "a rule whose coordinates meet in means over groups only"
             raise UserError("sharded parameters", expected=expected, found=found, remedy=remedy)
         coordinates = {}
         for key, value in fresh.coordinates.items():
@@ -122,7 +122,7 @@ class FlatVector:
             key: torch.as_tensor(self.own[0].get(prefix + key, value), dtype=value.dtype, device=value.device)
             for key, value in fresh.shared.items()
         }
-        return OptimiserState(self.layout, coordinates, shared)
+        return OptimiserState(self.layout, coordinates, fresh.groups, shared)
 
     def _in_pieces(
         self, rule: Optimiser, state: OptimiserState, grads: Tensor, theta: Tensor, loss: Tensor | None
@@ -133,15 +133,13 @@ class FlatVector:
             part = {key: value[..., low:high].to(grads.dtype) for key, value in state.coordinates.items()}
             before = dict(results[-1] if results else state.shared)
             before |= {key: value for key, value in state.shared.items() if key == "step"}
-            given = OptimiserState(layout, part, before)
-            update, after = rule.advance(grads[low:high], given, theta[low:high], loss)
+            given = OptimiserState(layout, part, {}, before)
+            update, after = rule.update_(grads[low:high], given, theta[low:high], loss=loss)
             updates.append(update.clone())
             results.append(after.shared)
             for key, value in after.coordinates.items():
                 state.coordinates[key][..., low:high] = value
         shared = dict(results[-1])  # "skipped" has gone from piece to piece
-        if "statistic" in shared:
-            shared["statistic"] = torch.cat([result["statistic"] for result in results], dim=-1)
         return torch.cat(updates), shared
 
 
@@ -242,13 +240,13 @@ def cut(layout: Layout, rule: Optimiser, state: OptimiserState) -> list[tuple[in
 
     They hold `PIECE` coordinates; where a rule takes a statistic over a tensor, they end with a tensor.
     """
-    if rule.coordinatewise:
+    if rule.coordinatewise and not rule.groupings:
         places = [(low, min(low + PIECE, layout.size)) for low in range(0, max(layout.size, 1), PIECE)]
-        return [(low, high, layout.between(low, high)) for low, high in places]
-    if "statistic" not in state.shared:
+        return [(low, high, layout.slice(low, high)) for low, high in places]
+    if not rule.coordinatewise:
         return [(0, layout.size, layout)]
     shards = layout.shards
-    whole = layout.sizes if shards is None else shards.sizes  # every process cuts in the same places
+    whole = layout.sizes if shards is None else tuple(map(prod, shards.shapes))  # every process cuts in the same places
     pieces, first, low, high, count = [], 0, 0, 0, 0
     for end, (size, counted) in enumerate(zip(layout.sizes, whole, strict=True), 1):
         high, count = high + size, count + counted

@@ -15,7 +15,8 @@ from torch import Tensor, distributed
 from torch.utils.dlpack import from_dlpack
 
 from l2lopt.core.errors import UserError
-from l2lopt.core.types import Layout, Shards
+from l2lopt.core.groupings import Total
+from l2lopt.core.layout import Layout, Shards
 
 if distributed.is_available():
     # The defaults of its functions hold the process group that is there when it is first imported, and `torch.optim`
@@ -72,7 +73,7 @@ def kind(param: Tensor) -> Hashable:
     """What the parameters of one flat vector have in common."""
     if not is_distributed(param):
         return param.dtype, param.device
-    return param.dtype, param.device, _mesh(param), _cuts(param)
+    return param.dtype, param.device, _mesh(param), tuple(map(str, _any(param).placements))
 
 
 def layout_of(params: Mapping[str, Tensor]) -> Layout:
@@ -90,8 +91,11 @@ def layout_of(params: Mapping[str, Tensor]) -> Layout:
         expected, found = f"on {mesh.device_type}, as the mesh is", f"on {first.device.type}"
         remedy = "shard without an offload policy"
         raise UserError(f"sharded parameter {layout.names[0]!r}", expected=expected, found=found, remedy=remedy)
-    sizes, cuts = tuple(param.numel() for param in params.values()), _cuts(first)
-    shards = Shards(sizes, partial(_summed, mesh, cuts)) if cuts else None
+    cuts = _cuts(first)
+    shards = None
+    if cuts:
+        shapes = tuple(tuple(param.shape) for param in params.values())
+        shards = Shards(shapes, partial(_summed, mesh, cuts), _rows(mesh, first), _columns(mesh, first))
     return Layout(layout.names, layout.shapes, shards)
 
 
@@ -122,6 +126,28 @@ def _mesh(param: Any) -> Any:
 def _cuts(param: Any) -> tuple[int, ...]:
     """The dimensions of its mesh along which a parameter is cut."""
     return tuple(index for index, placement in enumerate(param.placements) if not placement.is_replicate())
+
+
+def _rows(mesh: Any, param: Any) -> Total | None:
+    """The sum over the processes among which rows of a parameter's matrix view are cut."""
+    cuts = tuple(index for index in _cuts(param) if _any(param).placements[index].is_shard() and _dim(param, index))
+    return partial(_summed, mesh, cuts) if cuts else None
+
+
+def _columns(mesh: Any, param: Any) -> Total | None:
+    """The sum over the processes among which columns of a parameter's matrix view are cut."""
+    cuts = tuple(index for index in _cuts(param) if _any(param).placements[index].is_shard() and not _dim(param, index))
+    return partial(_summed, mesh, cuts) if cuts else None
+
+
+def _dim(param: Any, index: int) -> int:
+    """The axis of a parameter that is cut along a dimension of its mesh."""
+    return int(param.placements[index].dim)
+
+
+def _any(param: Tensor) -> Any:
+    """The parameter, whose type has no placements."""
+    return param
 
 
 def _shifted(param: Any, axes: int) -> list[Any]:

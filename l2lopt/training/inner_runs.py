@@ -209,8 +209,6 @@ class InnerRuns:
         plan = self.estimator.plan(self.update, run.loss, self.optimiser.phi(), run.carry, steps, count)
         if plan is not None:
             _log.info("a meta-gradient of %d steps: %s", count, plan)
-            for note in plan.notes:
-                _log.info(note)
 
 
 def inner_steps(optimisee: Optimisee, targets: Targets, seed: int, first: int, count: int) -> Iterator[Step]:

@@ -224,7 +224,7 @@ class Centred(optimisers.SGD):
 
     coordinatewise = False
 
-    def update(self, grads, state, params, loss=None, after=None):
+    def update(self, grads, state, params, *, loss=None):
         return super().update(grads - grads.mean(), state, params)
 
 
