@@ -111,7 +111,7 @@ def _side_by_side(
     """The runs of an optimiser of ours, all rows in one vectorised pass."""
     layout, params, aux = init_rows(optimisee, seeds)
     loss = flat_loss(optimisee, layout)
-    state = optimiser.init(layout, (len(seeds),), like=params)
+    state = optimiser.init(layout, (len(seeds),), like=params, total_steps=max(record))
     losses: dict[Split, list[Tensor]] = {split: [] for split in splits}
     marks, seconds, steps, values = set(record), 0.0, 0, params.new_zeros(len(seeds))
     first = params.new_full((len(seeds),), torch.inf)
