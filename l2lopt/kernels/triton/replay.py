@@ -1,14 +1,15 @@
 """Backpropagation through a window of the coordinatewise learned optimiser on a GPU, the time loop in one kernel."""
 
+from functools import partial
 from math import ceil, prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from l2lopt.core.types import Params, Window
-from l2lopt.kernels.folding import Folded, fold
-from l2lopt.kernels.triton import device, packing
+from l2lopt.kernels import recorded
+from l2lopt.kernels.folding import Folded, fold, gradient_through
+from l2lopt.kernels.triton import device_replay, packing
 from l2lopt.kernels.triton.packing import Shape
 from l2lopt.kernels.triton.step import LAUNCH, PRECISION, WIDTH, gates_of, programs, rule_of
 from l2lopt.optimisers import Coordinatewise
@@ -17,117 +18,84 @@ from l2lopt.optimisers.rules import DirectionAndMagnitude, Gated
 AT_ONCE = 2**28
 """Coordinates times steps of a window's part: 4 bytes each for the gradients and as much for the sources."""
 KEPT = 2**31
-"""Bytes that all programs may keep of their steps."""
+"""Bytes for the recorded steps of all programs."""
 
 
 def replay(optimiser: Coordinatewise, phi: Params, window: Window) -> Params:
-    """The window's meta-gradient; the equations are those of `kernels.replay.replay`.
+    """The window's meta-gradient; the equations are those of `kernels.cpu.replay.replay`.
 
-    A step keeps F + 2M + 1 numbers a coordinate (three for the gated rule's θ and gates), of the coordinates that are
-    under way; twelve products a step for an LSTM, with the four of the step forward.
+    A step records F + 2M + 1 numbers a coordinate (F + 2M + 3 for the gated rule), of the coordinates that are under
+    way; twelve products a step for an LSTM, with the four of the step forward.
 
     Args:
-        optimiser: one that neither `refusal` nor `kernels.replay.refusal_to_replay` refuses.
-        phi: its parameters.
-        window: its gradients may be float32 or bfloat16.
+        optimiser: An optimiser that neither `refusal` nor `kernels.cpu.replay.refusal_to_replay` refuses.
+        phi: Its parameters.
+        window: The block's steps; gradients may be float32 or bfloat16.
     """
-    leaves = {name: value.detach().requires_grad_() for name, value in phi.items()}
-    gradient = {name: torch.zeros_like(value) for name, value in phi.items()}
     if not window.grads.numel():
-        return gradient
-    with torch.enable_grad():
-        folded = fold(optimiser, leaves)
-    of = Shape.of(optimiser, PRECISION)
-    with torch.no_grad():
-        sums = _run(optimiser, of, phi, folded, window, None).sum(0)
-        pieces, of_rule = of.unpack(sums, folded)
-        if isinstance(optimiser.rule, Gated):
-            # The bias of a gate is in the same sum as the head's.
-            numbers = torch.cat([pieces.head_bias, of_rule]).to(window.params.dtype)
-            parts = zip(("bias", "weight_params", "weight_gates"), numbers.split([2, 2, 2, 2])[:3], strict=True)
-            gradient |= {f"rule.{name}": part for name, part in parts}
-        elif isinstance(optimiser.rule, DirectionAndMagnitude):
-            gradient["rule.log_scale"] = of_rule[0].to(phi["rule.log_scale"].dtype)
-    outputs = [
-        (output, piece.to(output.dtype))
-        for output, piece in zip(folded, pieces, strict=True)
-        if output is not None and piece is not None
-    ]
-    through = torch.autograd.grad(
-        [output for output, _ in outputs], list(leaves.values()), [piece for _, piece in outputs], allow_unused=True
-    )
-    return gradient | {name: value for name, value in zip(leaves, through, strict=True) if value is not None}
+        return {name: torch.zeros_like(value) for name, value in phi.items()}
+    return gradient_through(optimiser, phi, partial(_replay, optimiser, phi, window))
+
+
+def _replay(optimiser: Coordinatewise, phi: Params, window: Window, folded: Folded) -> tuple[Folded, Params]:
+    """The gradient with respect to `folded` and to the rule's parameters."""
+    shape = Shape.of(optimiser, PRECISION, WIDTH)
+    adjoints, of_rule = shape.unpack(_run(optimiser, shape, phi, folded, window, None).sum(0), folded)
+    if isinstance(optimiser.rule, Gated):
+        # A gate's bias is added to the head's: their gradients are one.
+        of_params, of_gates, _ = of_rule.split(2)
+        return adjoints, {"bias": adjoints.head_bias, "weight_params": of_params, "weight_gates": of_gates}
+    return adjoints, {"log_scale": of_rule[0]} if isinstance(optimiser.rule, DirectionAndMagnitude) else {}
 
 
 def pull(optimiser: Coordinatewise, phi: Params, window: Window) -> Tensor:
-    """See `kernels.replay.pull`: the kernel's forward half, and a few operations a step.
+    """The adjoint of the statistic, see `kernels.cpu.replay.pull`: the kernel's forward half, and a few operations.
 
     Args:
-        optimiser: as for `replay`, of a rule with a statistic and without θ among its inputs.
-        phi: its parameters.
-        window: the block's.
+        optimiser: As for `replay`, of a rule with a statistic and without θ among its inputs.
+        phi: Its parameters.
+        window: The block's steps.
     """
-    rule, layout = optimiser.rule, window.state.layout
+    rule = optimiser.rule
     assert isinstance(rule, DirectionAndMagnitude)
-    pulls = torch.zeros_like(window.grads)
+    directions = torch.zeros_like(window.grads)
     with torch.no_grad():
         if window.grads.numel():
-            _run(optimiser, Shape.of(optimiser, PRECISION), phi, fold(optimiser, phi), window, pulls)
-        steps = packing.scales(optimiser, phi, _numbers(window), window.params).tolist()
-        a = torch.zeros_like(window.params)
-        for t in reversed(range(len(steps))):
-            a = a + window.sources[t]
-            scaled = steps[t] * a.where(window.grads[t].square().isfinite(), 0.0)
-            pulls[t].mul_(-scaled)
-            a = a - rule.weight_decay * scaled
-        measured = torch.stack([shared["statistic"] for shared in window.shared]).double()
-        return torch.stack([part.sum(-1, dtype=torch.float64) for part in layout.split(pulls)], -1) / measured
+            shape = Shape.of(optimiser, PRECISION, WIDTH)
+            _run(optimiser, shape, phi, fold(optimiser, phi), window, directions)
+        scales = packing.scales(optimiser, phi, recorded.numbers(window), window.params).tolist()
+        return recorded.statistic_adjoint(rule, scales, directions, window)
 
 
 def _run(
-    optimiser: Coordinatewise, of: Shape, phi: Params, folded: Folded, window: Window, directions: Tensor | None
+    optimiser: Coordinatewise, shape: Shape, phi: Params, folded: Folded, window: Window, directions: Tensor | None
 ) -> Tensor:
-    """Each program's derivatives [programs, numbers] in float64; or, where there is room for them, the directions."""
+    """Each program's gradients [programs, numbers] in float64; or, where there is room for them, the directions."""
     batch, n, T = window.params.shape[:-1], window.params.shape[-1], len(window.grads)
-    rows, blocks, layout, like = prod(batch), ceil(n / WIDTH), window.state.layout, window.params
+    rows, blocks, layout, like, S = prod(batch), ceil(n / WIDTH), window.state.layout, window.params, shape.constants
     coordinates = {name: value.contiguous() for name, value in window.state.coordinates.items()}
-    numbers, tensors = _numbers(window), len(layout.sizes)
-    features, gated = of.features, isinstance(optimiser.rule, Gated)
-    numbers_kept, slots = features + 2 * of.hidden + (3 if gated else 1), T + 1 if directions is None else 2
-    at_once = min(programs(rows * blocks, like), max(KEPT // (4 * WIDTH * numbers_kept * slots), 1))
-    kept = torch.empty(at_once, slots, numbers_kept, WIDTH, device=like.device)
-    running = tuple(torch.empty(at_once, WIDTH, device=like.device) for _ in of.memory)
-    sums = torch.zeros(at_once, sum(of.sizes), dtype=torch.float64, device=like.device)
-    statistic, pulls, own = _statistics(optimiser, window)
+    numbers, tensors = recorded.numbers(window), len(layout.sizes)
+    slots = T + 1 if directions is None else 2
+    at_once = min(programs(rows * blocks, like), max(KEPT // (4 * WIDTH * S.R * slots), 1))
+    kept = torch.empty(at_once, slots, S.R, WIDTH, device=like.device)
+    running = tuple(torch.empty(at_once, WIDTH, device=like.device) for _ in shape.memory)
+    sums = torch.zeros(at_once, S.SIZE, dtype=torch.float64, device=like.device)
+    statistics, pulled = _statistics(optimiser, window)
     member = torch.arange(tensors, dtype=torch.int32).repeat_interleave(torch.tensor(layout.sizes)).to(like.device)
     table = packing.table(optimiser, numbers, like)
-    losses = packing.losses(optimiser, window.losses, like)
-    fixed: dict[str, Any] = of.constants | {
-        "B": WIDTH,
-        "MEMORY": len(of.memory),
-        "DECAY": float(getattr(optimiser.rule, "weight_decay", 0.0)),
-        "PULLED": pulls is not None,
-        "BACK": directions is None,
-        "R": numbers_kept,
-        "SIZE": sum(of.sizes),
-    }
-    device.replay[(at_once,)](
+    device_replay.replay[(at_once,)](
         window.grads.contiguous(),
         window.sources.contiguous(),
         window.params.contiguous(),
-        coordinates["cell.h"],
-        coordinates["cell.c"],
-        tuple(coordinates[name] for name in of.memory),
-        *gates_of(coordinates, like),
+        (coordinates["cell.h"], coordinates["cell.c"], *gates_of(coordinates, like)),
+        tuple(coordinates[name] for name in shape.memory),
         running,
-        of.pack(Folded(*(None if part is None else part.detach() for part in folded))),  # type: ignore[arg-type]
+        shape.pack(folded),
         rule_of(phi, like),
         table,
-        losses,
+        packing.losses(optimiser, window.losses, like),
         packing.scales(optimiser, phi, numbers, like),
-        statistic,
-        statistic if pulls is None else pulls,
-        statistic if own is None else own,
+        statistics,
         member,
         kept,
         sums,
@@ -140,25 +108,21 @@ def _run(
         slots,
         table.shape[1],
         tensors,
-        **fixed,
+        S=S,
+        PULLED=pulled,
+        BACK=directions is None,
         **LAUNCH,
     )
     return sums
 
 
-def _statistics(optimiser: Coordinatewise, window: Window) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """R, c² R·pull and c² own / 1 of every step and tensor, [T, *batch, tensors], for κ = c² R (pull − own·p)."""
-    rule, shared = optimiser.rule, window.shared
-    if not isinstance(rule, DirectionAndMagnitude):
-        return window.params.new_zeros(1), None, None
-    measured = torch.stack([part["statistic"] for part in shared]).float()
-    if "pull" not in shared[0]:
-        return measured.contiguous(), None, None
-    squares = torch.tensor(window.state.layout.fan_ins if rule.by_fan_in else 1, dtype=torch.float32).to(measured)
-    pulls, own = (torch.stack([part[name] for part in shared]).float() for name in ("pull", "own"))
-    return measured.contiguous(), (pulls * measured * squares).contiguous(), (own * squares).contiguous()
-
-
-def _numbers(window: Window) -> list[int]:
-    """Each step's number t, from 1."""
-    return [int(shared["step"]) + 1 for shared in (window.state.shared, *window.shared[:-1])]
+def _statistics(optimiser: Coordinatewise, window: Window) -> tuple[tuple[Tensor, Tensor, Tensor], bool]:
+    """R, c² R·adjoint and c² weight of each step and tensor, for κ = c² R (adjoint − weight·p), and if κ is not 0."""
+    if not isinstance(optimiser.rule, DirectionAndMagnitude):
+        nothing = window.params.new_zeros(1)
+        return (nothing, nothing, nothing), False
+    value, adjoint, weight = recorded.statistic(optimiser.rule, window)
+    value = value.float().contiguous()
+    if adjoint is None or weight is None:
+        return (value, value, value), False
+    return (value, (adjoint.float() * value).contiguous(), weight.float().contiguous()), True
