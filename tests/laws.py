@@ -250,8 +250,8 @@ def assert_update_is_a_function_of_phi(optimiser: Any, other: Any) -> None:
     assert_close(rolled(optimiser.phi()), own)
     assert_close(rolled(other.phi()), others)
     assert (own - others).abs().max() > 1e-6 or not optimiser.phi()
-    slope = grad(lambda phi: (rolled(phi) * normal(7, seed=2)).sum())(optimiser.phi())
-    assert all(piece.isfinite().all() and piece.ne(0).any() for piece in slope.values())
+    derivative = grad(lambda phi: (rolled(phi) * normal(7, seed=2)).sum())(optimiser.phi())
+    assert all(piece.isfinite().all() and piece.ne(0).any() for piece in derivative.values())
 
 
 # Optimisees
@@ -312,7 +312,7 @@ def assert_rows_are_separate_runs(optimisee: Optimisee) -> None:
         losses, moved = loss(theta, aux, batch)
         return losses.sum(), (losses, moved)
 
-    slope, (losses, moved) = grad(summed, has_aux=True)(theta)
+    derivative, (losses, moved) = grad(summed, has_aux=True)(theta)
     whole = evaluate_rows(optimisee, layout, "heldout", seeds, theta, moved)
     for row, seed in enumerate(seeds):
         params, start = optimisee.init(seed)
@@ -320,7 +320,7 @@ def assert_rows_are_separate_runs(optimisee: Optimisee) -> None:
         wanted, after = optimisee.loss(*arguments)
         assert_close(losses[row], wanted)
         assert_close({name: value[row] for name, value in moved.items()}, after)
-        assert_close(layout.unravel(slope[row]), grad(optimisee.loss, has_aux=True)(*arguments)[0])
+        assert_close(layout.unravel(derivative[row]), grad(optimisee.loss, has_aux=True)(*arguments)[0])
         parts = [
             (optimisee.evaluate(params, after, part), n) for part, n in optimisee.evaluation_batches("heldout", seed)
         ]
@@ -482,7 +482,7 @@ def assert_divergence_is_data(unroll: Any, problem: Problem, bad: float) -> None
 
 
 def assert_finite_differences_agree(unroll: Any, problem: Problem, directions: int = 3) -> None:
-    """The slope of the value along random directions of φ (an unroll of second order drops nothing)."""
+    """The derivative of the value along random directions of φ (an unroll of second order drops nothing)."""
     gradient, h = run(unroll, problem).gradient, 1e-5
     for seed in range(directions):
         along = {name: normal(*value.shape, seed=seed) for name, value in problem.phi.items()}
@@ -491,5 +491,5 @@ def assert_finite_differences_agree(unroll: Any, problem: Problem, directions: i
             phi = {name: phi + step * along[name] for name, phi in problem.phi.items()}
             return run(unroll, problem._replace(phi=phi)).value.item()
 
-        slope = sum((gradient[name] * along[name]).sum().item() for name in along)
-        assert (value(h) - value(-h)) / (2 * h) == pytest.approx(slope, rel=1e-6)
+        derivative = sum((gradient[name] * along[name]).sum().item() for name in along)
+        assert (value(h) - value(-h)) / (2 * h) == pytest.approx(derivative, rel=1e-6)

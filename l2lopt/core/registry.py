@@ -130,7 +130,7 @@ def build(table: Table, kind: str, choice: Choice, /, **extra: Any) -> Any:
     """`make` for a choice: a name, or a mapping of `name` and options; `extra` options are the caller's alone.
 
     Raises:
-        UserError: as `make`, and for a mapping without a name or with one of the caller's options.
+        UserError: For what `make` refuses, and for a mapping without a name or with one of the caller's options.
     """
     options = {"name": choice} if isinstance(choice, str) else dict(choice)
     name = options.pop("name", None)

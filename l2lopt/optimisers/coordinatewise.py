@@ -30,9 +30,9 @@ class Coordinatewise(Optimiser):
 
     Args:
         inputs: name → input.
-        cell: of any input and hidden size.
-        rule: what becomes of the head's outputs.
-        head_scale: multiplies the head's initial weights: small first updates.
+        cell: Cell of any input and hidden size.
+        rule: Update rule, which turns the head's outputs into updates.
+        head_scale: Factor of the head's initial weights, small for small first updates.
     """
 
     def __init__(self, inputs: Mapping[str, Input], cell: Cell, rule: UpdateRule, head_scale: float = 0.1) -> None:
@@ -114,8 +114,8 @@ def coordinatewise(
         cell: any of `cells.CELLS`.
         hidden_size: the cell's input and hidden size.
         rule: any of `rules.RULES`.
-        head_scale: multiplies the head's initial weights.
-        seed: of the initial values of φ.
+        head_scale: Factor of the head's initial weights.
+        seed: Seed of the initial values of φ.
     """
     names = [item if isinstance(item, str) else str(item.get("name")) for item in inputs]
     if len(set(names)) < len(names):

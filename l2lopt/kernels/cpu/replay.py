@@ -66,7 +66,7 @@ def replay(
 
     Args:
         optimiser: An optimiser that `refusal_to_replay` lets pass.
-        phi: Its parameters.
+        phi: Parameters of the optimiser.
         window: The block's steps.
         adjoints: The adjoint of the rule's statistic, under the name of its mean; none where it is a constant.
         space: Memory to use again; threads may share it.
@@ -91,7 +91,7 @@ def statistic_adjoint(optimiser: Coordinatewise, phi: Params, window: Window, sp
 
     Args:
         optimiser: An optimiser that `has_statistic_adjoint` lets pass.
-        phi: Its parameters.
+        phi: Parameters of the optimiser.
         window: The block's steps.
         space: Memory to use again; threads may share it.
 

@@ -44,7 +44,7 @@ class RuleKernel(ABC):
     the replay of one block.
 
     Args:
-        rule: Whose options count.
+        rule: The reference rule, for its options.
         folded: The multiplied-out layers.
         phi: All parameters by name.
         nominal: Factor of the row of features that the rule takes m̂/√v̂ from.

@@ -64,7 +64,7 @@ class Constants:
         RULE: The rule's number.
         NOMINAL: The rule takes m̂/√v̂ from the features.
         DECAY: λ.
-        PRECISION: Of products, as Triton names it.
+        PRECISION: Precision of products, by Triton's name.
         B: Coordinates in a block.
         MEMORY: Running means of all inputs together.
         LOG_AT: The row of z in which this input's features begin, −1 where the input is not there.
@@ -75,7 +75,7 @@ class Constants:
         LOSS_AT: The same for `loss`.
         RNN: The index of the first of rnnprop's running means among all inputs'.
         MOM: The index of the first of the momenta's.
-        MOMENTA: Their number.
+        MOMENTA: Number of running means.
     """
 
     F: int
@@ -253,7 +253,7 @@ def losses(optimiser: Coordinatewise, loss: Tensor | None, like: Tensor) -> Tens
         if isinstance(item, inputs.Loss):
             blank = like.new_zeros(*(() if loss is None else loss.shape), 1)
             features, _ = item(inputs.Sight(blank, blank, torch.zeros(()), loss, Layout((), ()), blank), {})
-            return features[..., 0].movedim(0, -1).float().contiguous()  # type: ignore[no-any-return]
+            return features[..., 0].movedim(0, -1).float().contiguous()  # type: ignore[no-any-return]  # indexing forgets the type
     return like.new_zeros(2 * like[..., :1].numel() or 2, dtype=torch.float32)
 
 

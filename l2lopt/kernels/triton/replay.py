@@ -33,7 +33,7 @@ def replay(
 
     Args:
         optimiser: An optimiser that neither `refusal` nor `kernels.cpu.replay.refusal_to_replay` refuses.
-        phi: Its parameters.
+        phi: Parameters of the optimiser.
         window: The block's steps; gradients may be float32 or bfloat16.
         adjoints: The adjoint of the rule's statistic, under the name of its mean; none where it is a constant.
     """
@@ -59,8 +59,8 @@ def statistic_adjoint(optimiser: Coordinatewise, phi: Params, window: Window) ->
     """The adjoint of the statistic, see `kernels.cpu.replay.statistic_adjoint`, by the kernel's forward half.
 
     Args:
-        optimiser: As for `replay`, of a rule with a statistic and without θ among its inputs.
-        phi: Its parameters.
+        optimiser: An optimiser that `replay` takes, of a rule with a statistic and without θ among its inputs.
+        phi: Parameters of the optimiser.
         window: The block's steps.
     """
     rule = optimiser.rule
