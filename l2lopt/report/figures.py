@@ -6,35 +6,19 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.axes import Axes
 from scipy import stats
 
 from l2lopt.core.errors import UserError
-from l2lopt.storage.run_log import existing, written_whole
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from l2lopt.report.style import BASELINES, DASHES, LEARNED, MARKERS, STYLE, write_figure
+from l2lopt.storage.run_log import existing
 
 COLUMNS = ("optimiser", "kind", "seed", "step", "split", "loss")
 """The columns of `evaluation.csv`."""
-
-# Dark for learned optimisers, lighter for baselines, and a dash pattern and marker for each: it survives a photocopier.
-# Colours are Okabe and Ito's, safe for the colour-blind.
-_LEARNED = ("#000000", "#0072B2", "#D55E00", "#009E73")
-_BASELINES = ("#999999", "#E69F00", "#56B4E9", "#CC79A7", "#8C8C00", "#B0B0B0")
-_DASHES = ((0, ()), (0, (5, 1.5)), (0, (1, 1)), (0, (4, 1, 1, 1)), (0, (6, 1, 1, 1, 1, 1)), (0, (2, 2)))
-_MARKERS = "os^Dv<>P"
-_STYLE: dict[Any, Any] = {
-    "svg.hashsalt": "l2lopt",
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-}
 
 
 class Band(NamedTuple):
@@ -113,7 +97,7 @@ def loss_curves(
         breaks: Steps after which a baseline's curve goes over to the run tuned for the next horizon; the line is cut.
     """
     splits = [split for split in ("train", "test") if any(key[2] == split for key in bands)]
-    with plt.rc_context(_STYLE):
+    with plt.rc_context(STYLE):
         figure, axes = plt.subplots(
             1, len(splits), figsize=(5.2 * len(splits), 4.2), squeeze=False, layout="constrained"
         )
@@ -125,7 +109,7 @@ def loss_curves(
         figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5), frameon=False)
         if title:
             figure.suptitle(title)
-        return _written(figure, folder, "loss-curves")
+        return write_figure(figure, folder, "loss-curves")
 
 
 def training_curve(
@@ -139,10 +123,10 @@ def training_curve(
         title: Line above the panel.
         smoothing: Divisor of the number of steps; the running mean is over so many steps before each: 1/50 of all.
     """
-    with plt.rc_context(_STYLE):
+    with plt.rc_context(STYLE):
         figure, panel = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
         for index, (stage, (steps, losses)) in enumerate(curves.items()):
-            colour = _LEARNED[index % len(_LEARNED)]
+            colour = LEARNED[index % len(LEARNED)]
             if stage == "train":
                 panel.plot(steps, losses, color=colour, linewidth=0.6, alpha=0.25)
                 mean = _running_mean(losses, max(1, len(losses) // smoothing))
@@ -156,7 +140,7 @@ def training_curve(
         panel.legend(frameon=False)
         if title:
             panel.set_title(title)
-        return _written(figure, folder, "training-curve")
+        return write_figure(figure, folder, "training-curve")
 
 
 def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
@@ -167,22 +151,11 @@ def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
     return np.asarray((sums[ends] - sums[starts]) / (ends - starts))
 
 
-def _written(figure: Figure, folder: Path, name: str) -> list[Path]:
-    """The figure as PNG and SVG, and closed."""
-    paths = [folder / f"{name}.{kind}" for kind in ("png", "svg")]
-    for path in paths:
-        with written_whole(path) as temporary:
-            metadata = {"Date": None} if path.suffix == ".svg" else None
-            figure.savefig(temporary, dpi=160, metadata=metadata)
-    plt.close(figure)
-    return paths
-
-
 def _panel(panel: Axes, bands: Mapping[tuple[str, str], Band], breaks: Sequence[int]) -> None:
     ordered = sorted(bands.items(), key=lambda item: item[0][1] != "learned")
     counts = {"learned": 0, "baseline": 0}
     for index, ((name, kind), band) in enumerate(ordered):
-        palette = _LEARNED if kind == "learned" else _BASELINES
+        palette = LEARNED if kind == "learned" else BASELINES
         colour = palette[counts[kind] % len(palette)]
         counts[kind] += 1
         pieces = breaks if kind == "baseline" else ()
@@ -194,8 +167,8 @@ def _panel(panel: Axes, bands: Mapping[tuple[str, str], Band], breaks: Sequence[
             mean,
             color=colour,
             linewidth=2.2 if kind == "learned" else 1.4,
-            linestyle=_DASHES[index % len(_DASHES)],
-            marker=_MARKERS[index % len(_MARKERS)],
+            linestyle=DASHES[index % len(DASHES)],
+            marker=MARKERS[index % len(MARKERS)],
             markersize=4.5,
             markevery=list(marks),
             label=name,

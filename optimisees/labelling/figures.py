@@ -8,7 +8,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from l2lopt.core.errors import UserError
-from l2lopt.report import figures as report
+from l2lopt.report import style
 from l2lopt.storage.run_log import existing
 
 
@@ -61,7 +61,7 @@ def labelled_sequence(example: Example, folder: Path) -> list[Path]:
     steps = np.arange(len(example.true)) / (example.rate or 1.0)
     rows = 1 if example.signals is None else 2
     width = 6.4 if example.tokens is None else max(6.4, 0.35 * len(example.tokens))
-    with plt.rc_context(report._STYLE):
+    with plt.rc_context(style.STYLE):
         figure, axes = plt.subplots(
             rows, 1, figsize=(width, 2.4 * rows + 0.8), sharex=True, squeeze=False, layout="constrained"
         )
@@ -71,15 +71,15 @@ def labelled_sequence(example: Example, folder: Path) -> list[Path]:
         panel = axes[-1][0]
         shown = sorted({*example.true, *example.found})
         heights = {k: height for height, k in enumerate(shown)}
-        for name, own, style in (
-            ("true", example.true, {"color": report._BASELINES[1], "linewidth": 5.0, "alpha": 0.6}),
-            ("found", example.found, {"color": report._LEARNED[0], "linewidth": 1.4}),
+        for name, own, look in (
+            ("true", example.true, {"color": style.BASELINES[1], "linewidth": 5.0, "alpha": 0.6}),
+            ("found", example.found, {"color": style.LEARNED[0], "linewidth": 1.4}),
         ):
-            panel.step(steps, [heights[k] for k in own], where="mid", label=name, **style)
+            panel.step(steps, [heights[k] for k in own], where="mid", label=name, **look)
         panel.set_yticks(range(len(shown)), [example.classes[k] for k in shown])
         panel.legend(frameon=False, loc="best")
         if example.tokens is not None:
             panel.set_xticks(steps, [token.replace("$", r"\$") for token in example.tokens], rotation=90)
         panel.set_xlabel("token" if example.tokens is not None else "s" if example.rate else "position")
         figure.suptitle(example.place, fontsize=10, parse_math=False)
-        return report._written(figure, folder, "labelled-sequence")
+        return style.write_figure(figure, folder, "labelled-sequence")

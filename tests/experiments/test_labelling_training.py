@@ -22,6 +22,7 @@ from l2lopt.experiments import build, comparison_study, runs, training_study
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import TrainConfig
 from l2lopt.report import figures as report
+from l2lopt.report import style
 from optimisees import SequenceLabelling
 from optimisees.labelling import figures
 
@@ -151,7 +152,7 @@ def test_activities_train_with_tensorboard_and_a_figure(tmp_path, monkeypatch, c
 
 def test_a_figure_shows_both_labellings(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(report, "_written", lambda figure, folder, name: drawn.append(figure) or [])
+    monkeypatch.setattr(style, "write_figure", lambda figure, folder, name: drawn.append(figure) or [])
     words = figures.Example("a:1: $", ["O", "B-X", "I-X", "B-Y"], [0, 1, 2], [0, 1, 3], ["$", "b", "$c$"], None, None)
     figures.labelled_sequence(words, tmp_path)
     (panel,) = drawn[0].axes
