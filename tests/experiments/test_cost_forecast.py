@@ -7,7 +7,7 @@ import torch
 
 from l2lopt.evaluation.free_runs import Curves
 from l2lopt.evaluation.settings import Baseline
-from l2lopt.experiments import config, cost_forecast
+from l2lopt.experiments import build, config, cost_forecast
 from l2lopt.experiments.cost_forecast import PlannedRun, forecast, format_duration
 from l2lopt.optimisers import SGD, Coordinatewise
 
@@ -82,7 +82,7 @@ def test_meta_seeds_share_a_measurement_and_a_rest_costs_its_share(clock):
 def test_the_clock_itself(monkeypatch):
     """Without the table of times: some positive number for every kind of step."""
     settings = config.load(CONFIG)
-    costs = cost_forecast.measure_costs(config.build(settings), [Baseline(optimiser="torch.optim:Adam", rates=[0.1])])
+    costs = cost_forecast.measure_costs(build.build(settings), [Baseline(optimiser="torch.optim:Adam", rates=[0.1])])
     assert min(costs.learned, costs.unrolled, *costs.evaluations.values(), *costs.baselines.values()) > 0
     assert set(costs.baselines) == {"torch.optim:Adam"}
 
