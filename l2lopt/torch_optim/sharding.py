@@ -1,7 +1,7 @@
-"""Parameters that lie across several processes (FSDP2's, tensor parallel ones): this process's part, and the whole.
+"""Parameters distributed over several processes (FSDP2, tensor parallelism): this process's part, and the whole.
 
-Such a parameter is a `DTensor` over a mesh of processes, laid out along each of the mesh's dimensions: cut ("shard",
-perhaps unevenly, some parts empty) or repeated ("replicate").
+Such a parameter is a `DTensor` over a mesh of processes. Along each dimension of the mesh it is either sharded, perhaps
+into parts of unequal size, some of them empty, or replicated.
 """
 
 import sys
@@ -18,23 +18,24 @@ from l2lopt.core.errors import UserError
 from l2lopt.core.types import Layout, Shards
 
 if distributed.is_available():
-    # The defaults of its functions hold the process group that is there when it is first imported, and `torch.optim`
-    # imports it. A group that is held keeps its threads when it is destroyed, and they may abort the process at exit.
+    # `torch.optim` imports this module anyway. The defaults of its functions refer to the process group that exists at
+    # the first import, and a group that is referred to keeps its threads after it is destroyed; they may abort the
+    # process at exit. So it is imported here, before there is a group.
     import torch.distributed.nn
 
 
 def is_distributed(value: Any) -> bool:
-    """Whether a tensor lies across processes."""
-    module = sys.modules.get("torch.distributed.tensor")  # seconds to import, and there once somebody has made one
+    """Whether a tensor is distributed over processes."""
+    module = sys.modules.get("torch.distributed.tensor")  # takes seconds to import; whoever made a DTensor has done so
     return module is not None and isinstance(value, module.DTensor)
 
 
 def local(value: Tensor, like: Tensor | None = None) -> Tensor:
-    """This process's part; a plain tensor as it is.
+    """This process's part of a tensor; a plain tensor is returned unchanged.
 
     Args:
-        value: laid out as it may be.
-        like: a parameter, to the placements of which a tensor [features…, *like.shape] is brought first.
+        value: Plain or distributed tensor.
+        like: Parameter whose placements `value`, [features…, *like.shape], is given first; None keeps its placements.
     """
     here: Any = value
     if like is None or not (is_distributed(value) or is_distributed(like)):
@@ -52,10 +53,15 @@ def local(value: Tensor, like: Tensor | None = None) -> Tensor:
 
 
 def as_parameter(part: Tensor, param: Tensor) -> Tensor:
-    """A view [features…, *(param's part)] as a tensor [features…, *param.shape] with the parameter's placements."""
+    """This process's part of a state, as a tensor [features…, *param.shape] with the parameter's placements.
+
+    Args:
+        part: View [features…, *shape of this process's part of `param`]; the result shares its memory.
+        param: Plain or distributed parameter.
+    """
     if not is_distributed(param):
         return part
-    beginning: Tensor = from_dlpack(part)  # of its own storage: at an offset a DTensor has no copy or pickle
+    beginning: Tensor = from_dlpack(part)  # a DTensor at an offset in its storage can be neither copied nor pickled
     shape = torch.Size((*part.shape[: part.dim() - param.dim()], *param.shape))
     made: Tensor = torch.distributed.tensor.DTensor.from_local(
         beginning,
@@ -69,7 +75,7 @@ def as_parameter(part: Tensor, param: Tensor) -> Tensor:
 
 
 def kind(param: Tensor) -> Hashable:
-    """What the parameters of one flat vector have in common."""
+    """A key that is equal for parameters that can form one flat vector: dtype, device, mesh and sharded dimensions."""
     if not is_distributed(param):
         return param.dtype, param.device
     return param.dtype, param.device, _mesh(param), _cuts(param)
@@ -79,7 +85,7 @@ def layout_of(params: Mapping[str, Tensor]) -> Layout:
     """The layout of this process's parts of parameters of one `kind`.
 
     Raises:
-        UserError: for parameters on another device than their mesh.
+        UserError: The parameters are on another device than their mesh.
     """
     layout = Layout.of({name: local(param) for name, param in params.items()})
     first = next(iter(params.values()))
@@ -96,7 +102,7 @@ def layout_of(params: Mapping[str, Tensor]) -> Layout:
 
 
 def mean(value: Tensor, params: Iterable[Tensor]) -> Tensor:
-    """The mean of a number over the processes that parameters lie across; the number itself where they are plain."""
+    """The mean of a number over the processes that hold the parameters; the number itself if all of them are plain."""
     value = local(value, like=torch.empty(()))
     first = next(filter(is_distributed, params), None)
     if first is None:
@@ -107,7 +113,7 @@ def mean(value: Tensor, params: Iterable[Tensor]) -> Tensor:
 
 
 def _summed(mesh: Any, dimensions: tuple[int, ...], values: Tensor) -> Tensor:
-    """Sums over the processes along some of a mesh's dimensions."""
+    """Sums of `values` over the processes along some of a mesh's dimensions."""
     total = values.detach().clone().to(mesh.device_type)
     for dimension in dimensions:
         torch.distributed.all_reduce(total, group=mesh.get_group(dimension))
@@ -115,17 +121,17 @@ def _summed(mesh: Any, dimensions: tuple[int, ...], values: Tensor) -> Tensor:
 
 
 def _mesh(param: Any) -> Any:
-    """The processes that a parameter lies across."""
+    """The mesh of processes that a parameter is distributed over."""
     return param.device_mesh
 
 
 def _cuts(param: Any) -> tuple[int, ...]:
-    """The dimensions of its mesh along which a parameter is cut."""
+    """The dimensions of its mesh along which a parameter is sharded."""
     return tuple(index for index, placement in enumerate(param.placements) if not placement.is_replicate())
 
 
 def _shifted(param: Any, axes: int) -> list[Any]:
-    """A parameter's placements for a tensor with further axes before its own."""
+    """The placements of a parameter for a tensor that has `axes` more axes before those of the parameter."""
     placements = []
     for placement in param.placements:
         if placement.is_replicate():

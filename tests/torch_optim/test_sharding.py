@@ -128,7 +128,7 @@ def in_pieces(rank):
     """The processes hold unequal parts, and must cut them at the same tensors to meet in their sums."""
     from l2lopt.torch_optim import flat_vectors
 
-    flat_vectors.PIECE = 6
+    flat_vectors.BLOCK = 6
     one_process(rank, "FSDP2", RECIPE, torch.float64, 5, 1e-7, state_dtype="bfloat16")
 
 
