@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from activities import LEFT_OUT, some_windows
+from doubles import FactoredMoments, Orthogonalised, Steered
 from PIL import Image
 from torch import Tensor, nn
 
 from l2lopt import cells, estimators, optimisers
+from l2lopt.core.groupings import Computed
 from l2lopt.core.types import Carry, Layout, Step, Target
 from l2lopt.optimisee import batch_rows, flat_loss, init_rows
 from l2lopt.optimisers import inputs, rules
@@ -48,6 +50,13 @@ def seeded(module: nn.Module, seed: int = 0, scale: float = 0.5) -> nn.Module:
         for index, parameter in enumerate(module.parameters()):
             parameter.copy_(scale * normal(*parameter.shape, seed=100 * seed + index))
     return module
+
+
+def sight(grads: Tensor, params: Tensor, step: int | Tensor, loss: Any = None, layout: Any = None) -> inputs.Sight:
+    """What inputs and rules see of finite gradients; one tensor unless a layout is given."""
+    layout = layout or Layout(("all",), ((grads.shape[-1] if grads.dim() else 1,),))
+    finite = torch.ones_like(grads, dtype=torch.bool)
+    return inputs.Sight(grads, params, torch.as_tensor(step), loss, layout, finite)
 
 
 SQUARE = ("sru", "irc-sru", "ihc-sru", "irc-t-lstm", "ihc-t-lstm")
@@ -149,6 +158,13 @@ OPTIMISERS = {
         for cell in ("lstm", "ihc-lstm")
     },
 }
+
+
+def sees_params(label: str) -> bool:
+    """Whether θ is among the inputs of an optimiser of the table."""
+    return "every input" in label
+
+
 MANY = [label for label in OPTIMISERS if "every input" in label][1:]
 """So many that the tests of all but the first are slow ones."""
 
@@ -173,6 +189,20 @@ def crossed(table: Any, *axes: Any) -> list[Any]:
     return crossings
 
 
+def orthogonalised_input() -> optimisers.Optimiser:
+    """A coordinatewise rule that has the orthogonalised momentum among its inputs."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        network, items = cells.build("lstm", 3, 3), {"orthogonalised": Orthogonalised(), "rnnprop": inputs.RNNprop()}
+        return seeded(optimisers.Coordinatewise(items, network, rules.DirectionAndMagnitude()))
+
+
+DOUBLES = {
+    "factored moments": lambda: FactoredMoments().double(),
+    "per-tensor network that steers": lambda: Steered().double(),
+    "orthogonalised input": orthogonalised_input,
+}
+"""Label → factory of rules whose coordinates meet in more than the library's own do."""
 LEARNED = {label: make for label, make in OPTIMISERS.items() if list(make().parameters())}
 
 FOLDED = {
@@ -200,7 +230,7 @@ BLOCKWISE = {
     "blockwise in small blocks": partial(estimators.Blockwise, block=7),
     "blockwise, spilt": partial(estimators.Blockwise, block=7, spill=tempfile.gettempdir()),
 }
-"""Label → factory of those that are exact in first order but for the slope of statistics over a tensor."""
+"""Label → factory of those that are exact in first order but for means that depend on θ."""
 UNROLLS = {label: make for label, (_, make) in EXACT_UNROLLS.items()} | BLOCKWISE
 MODULE_UNROLLS = {"higher": (2, estimators.Higher)}
 """Likewise, of those that take single runs of a loss that knows its module, and refuse the rest."""
@@ -379,7 +409,7 @@ def problem(
     length: int = 4,
 ) -> Problem:
     """A run for one seed, or rows for several."""
-    rule, task, single = OPTIMISERS[optimiser](), OPTIMISEES[optimisee](), isinstance(seeds, int)
+    rule, task, single = (OPTIMISERS | DOUBLES)[optimiser](), OPTIMISEES[optimisee](), isinstance(seeds, int)
 
     def batch(split: Any, step: int) -> Any:
         return task.batch(split, seeds, step) if single else batch_rows(task, split, seeds, step)
@@ -397,13 +427,17 @@ def problem(
     return Problem(rule.update_with, flat_loss(task, layout), rule.phi(), carry, steps)
 
 
-def with_statistics_constant(task: Problem) -> Problem:
-    """The problem with an update that takes no slope through what its coordinates share."""
+def with_means_constant(task: Problem) -> Problem:
+    """The problem with an update through whose means over groups no gradient goes."""
 
-    def update(phi: Any, grads: Any, state: Any, params: Any, loss: Any = None, after: Any = None) -> Any:
-        if after is None:
-            with torch.no_grad():
-                after = task.update(phi, grads, state, params, loss)[1].shared
-        return task.update(phi, grads, state, params, loss, after)
+    def update(phi: Any, grads: Any, state: Any, params: Any, *, loss: Any = None) -> Any:
+        layout = state.layout
+        change, after = task.update(phi, grads, state._replace(layout=layout.meeting(_Constant())), params, loss=loss)
+        return change, after._replace(layout=layout)
 
     return task._replace(update=update)
+
+
+class _Constant(Computed):
+    def mean(self, grouping: Any, name: str, values: Tensor) -> Tensor:
+        return super().mean(grouping, name, values.detach())

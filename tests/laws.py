@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.func import functional_call, grad, vmap
 from torch.utils import _pytree as pytree
 
-from l2lopt.core.types import Carry, Layout, stack
+from l2lopt.core.types import Carry, Layout, OptimiserState, stack
+from l2lopt.estimators.exchange import Playback, Recorder
+from l2lopt.estimators.record import copies_of
 from l2lopt.optimisee import Optimisee, batch_rows, evaluate_rows, flat_loss, init_rows
 
 
@@ -142,7 +144,7 @@ def roll(update: Any, state: Any, gradients: Tensor, params: Tensor) -> tuple[li
     """The updates along `gradients` [T, ..., n] and the last state."""
     updates = []
     for g in gradients:
-        change, state = update(g, state, params, loss_at(params))
+        change, state = update(g, state, params, loss=loss_at(params))
         params = params + change
         updates.append(change.detach())
     return updates, pytree.tree_map(Tensor.detach, state)
@@ -152,7 +154,7 @@ def assert_optimiser_changes_nothing(optimiser: Any) -> None:
     g, params = normal(2, 7)
     state = roll(optimiser.update, optimiser.init(LAYOUT, like=g), normal(2, 7, seed=1), params)[1]
     before = clone((g, state, params, optimiser.phi()))
-    assert_same(*(optimiser.update(g, state, params, loss_at(params)) for _ in range(2)))
+    assert_same(*(optimiser.update(g, state, params, loss=loss_at(params)) for _ in range(2)))
     assert_same((g, state, params, optimiser.phi()), before)
 
 
@@ -162,7 +164,14 @@ def assert_batch_rows_are_separate_runs(optimiser: Any) -> None:
     single = optimiser.init(LAYOUT, like=params)
     rows, state = roll(optimiser.update, optimiser.init(LAYOUT, (3,), like=params), gradients, params)
     runs = [roll(optimiser.update, single, gradients[:, s], params[s]) for s in range(3)]
-    mapped, mapped_state = roll(vmap(optimiser.update), stack([single] * 3), gradients, params)
+
+    def update(g: Tensor, state: Any, params: Tensor, loss: Tensor) -> Any:
+        return optimiser.update(g, state, params, loss=loss)
+
+    def mapped_update(g: Tensor, state: Any, params: Tensor, *, loss: Tensor) -> Any:
+        return vmap(update)(g, state, params, loss)  # vmap takes a keyword's value whole, not row by row
+
+    mapped, mapped_state = roll(mapped_update, stack([single] * 3), gradients, params)
     assert_close(rows, stack([updates for updates, _ in runs]))
     assert_close(mapped, rows)
     for name, value in state.coordinates.items():
@@ -176,7 +185,7 @@ def assert_permutes_with_its_coordinates(optimiser: Any) -> None:
     """Permuted coordinates get permuted updates: any, if it is coordinatewise; else those of one tensor."""
     across = torch.tensor([5, 2, 6, 0, 4, 1, 3])
     within = torch.tensor([2, 0, 3, 1, 6, 4, 5])
-    order = across if optimiser.coordinatewise else within
+    order = across if (optimiser.coordinatewise and not optimiser.groupings) else within
     gradients, params = normal(4, 7), normal(7, seed=1)
     state = optimiser.init(LAYOUT, like=params)
     plain = roll(optimiser.update, state, gradients, params)[0]
@@ -184,18 +193,28 @@ def assert_permutes_with_its_coordinates(optimiser: Any) -> None:
     assert_close(permuted, [u[order] for u in plain])
 
 
-def assert_blocks_are_parts_of_the_whole(optimiser: Any) -> None:
-    """A part of the coordinates, updated by itself with what is shared given, is that part of the whole update."""
+def assert_is_local(optimiser: Any) -> None:
+    """A slice of the coordinates, updated by itself on what the whole's have met in, is that part of the update."""
     layout, kept = Layout(("a", "b", "c"), ((2, 2), (3,), (2,))), torch.tensor([1, 3, 4])
-    part = Layout(layout.names, ((2,), (1,), (0,)))
     gradients, params, losses = normal(4, 2, 9), normal(2, 9, seed=1), normal(4, 2, seed=2)
-    state, block = (optimiser.init(each, (2,), like=params) for each in (layout, part))
+    state = optimiser.init(layout, (2,), like=params)
+    recorder = Recorder(layout.exchange)
+    part = layout.select(kept)
+    groups = {
+        kind: {name: copies_of(part, kind, value) for name, value in values.items()}
+        for kind, values in state.groups.items()
+    }
+    block = OptimiserState(part, {k: v[..., kept] for k, v in state.coordinates.items()}, groups, state.shared)
     for grads, loss in zip(gradients, losses, strict=True):
-        update, state = optimiser.update(grads, state, params, loss)
-        piece, block = optimiser.update(grads[:, kept], block, params[:, kept], loss, state.shared)
+        meeting = recorder.begin()
+        update, state = optimiser.update(grads, state._replace(layout=layout.meeting(recorder)), params, loss=loss)
+        meeting = meeting._replace(wholes={name: value[..., kept] for name, value in meeting.wholes.items()})
+        block = block._replace(layout=part.meeting(Playback(meeting, {})))
+        piece, block = optimiser.update(grads[:, kept], block, params[:, kept], loss=loss)
         assert_close(piece, update[:, kept])
         assert_close(block.coordinates, {name: value[..., kept] for name, value in state.coordinates.items()})
-        assert_same(block.shared, state.shared)
+        met = {key.partition(".")[0] for key in (*meeting.means, *meeting.controls)}
+        assert met <= set(optimiser.groupings)
         params = params + update
 
 
@@ -203,7 +222,7 @@ def assert_state_keeps_its_structure(optimiser: Any) -> None:
     """The same leaves in the same order after an update, so that a checkpoint can put them back."""
     params = normal(7)
     state = optimiser.init(LAYOUT, like=params)
-    after = optimiser.update(normal(7, seed=1), state, params, loss_at(params))[1]
+    after = optimiser.update(normal(7, seed=1), state, params, loss=loss_at(params))[1]
     assert pytree.tree_structure(after) == pytree.tree_structure(state)
     assert [leaf.shape for leaf in pytree.tree_leaves(after)] == [leaf.shape for leaf in pytree.tree_leaves(state)]
 
@@ -222,7 +241,7 @@ def assert_update_is_a_function_of_phi(optimiser: Any, other: Any) -> None:
     def rolled(phi: Any) -> Tensor:
         current, theta = state, params
         for g in gradients:
-            change, current = optimiser.update_with(phi, g, current, theta, loss_at(theta))
+            change, current = optimiser.update_with(phi, g, current, theta, loss=loss_at(theta))
             theta = theta + change
         return theta - params
 
@@ -380,7 +399,7 @@ def plain_run(problem: Problem) -> tuple[list[Tensor], Carry]:
         theta = params.detach().requires_grad_()
         loss, aux = problem.loss(theta, aux, step.batch)
         (g,) = torch.autograd.grad(loss.sum(), theta)
-        change, state = problem.update(problem.phi, g, state, params, loss.detach())
+        change, state = problem.update(problem.phi, g, state, params, loss=loss.detach())
         params = (params + change).detach()
         losses.append(loss.detach())
     return losses, Carry(params, aux, pytree.tree_map(Tensor.detach, state))

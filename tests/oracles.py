@@ -5,6 +5,8 @@ from functools import partial
 
 import torch
 
+from l2lopt.estimators.exchange import Playback
+
 
 def sigmoid(z):
     return 1 / (1 + math.exp(-z))
@@ -339,7 +341,7 @@ def meta_loss(phi, problem, order, objective):
         if order == 1:
             grads, loss = grads.detach(), loss.detach()
         aux = {name: value.detach() for name, value in aux.items()}
-        update, state = problem.update(phi, grads, state, params, loss)
+        update, state = problem.update(phi, grads, state, params, loss=loss)
         params = params + update
         for target in step.targets:
             loss, _ = problem.loss(params, aux, target.batch)
@@ -357,7 +359,8 @@ def replayed(optimiser, phi, window):
     leaves = {name: value.detach().requires_grad_() for name, value in phi.items()}
     state, theta, total = window.state, window.params, torch.zeros(())
     for t in range(len(window.grads)):
-        update, state = optimiser.update_with(leaves, window.grads[t], state, theta, window.losses[t], window.shared[t])
+        state = state._replace(layout=window.state.layout.meeting(Playback(window.meetings[t], {})))
+        update, state = optimiser.update_with(leaves, window.grads[t], state, theta, loss=window.losses[t])
         theta = theta + update
         total = total + (window.sources[t] * theta).sum()
     if not total.requires_grad:

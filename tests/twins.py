@@ -6,7 +6,10 @@ from implementations import FOLDED, INPUTS, RULES, normal, seeded
 from torch import nn
 
 from l2lopt import cells, optimisers
-from l2lopt.core.types import Layout, OptimiserState, Window
+from l2lopt.core.layout import Layout
+from l2lopt.core.types import OptimiserState
+from l2lopt.estimators.exchange import Recorder
+from l2lopt.estimators.window import Window
 from l2lopt.optimisers import Coordinatewise
 
 BAD = float("nan"), float("inf"), -float("inf"), 1e200
@@ -39,7 +42,7 @@ def rolled(update, state, gradients, params, losses):
     results = []
     with torch.no_grad():
         for grads, loss in zip(gradients, losses, strict=True):
-            change, state = update(grads, state, params, loss)
+            change, state = update(grads, state, params, loss=loss)
             params = params + change
             results.append(laws.clone((change, dict(sorted(state.coordinates.items())), state.shared)))
     return results
@@ -60,8 +63,9 @@ def learned(cell="lstm", rule="additive", names=("log-and-sign",), sizes=(3, 3))
 def window(optimiser, length=5, batch=(), size=7, bad=True, dtype=torch.float64):
     """A window of a part of two tensors of three, after two steps, with gradients that are not finite."""
     layout = Layout(("a", "b", "c"), ((size,), (4,), (3,)))
-    part = Layout(layout.names, ((size - 2 if size > 2 else size,), (min(2, max(size - 2, 0)),), (0,)))
-    kept = torch.tensor([*range(part.sizes[0]), *range(size, size + part.sizes[1])], dtype=torch.int64)
+    first, second = size - 2 if size > 2 else size, min(2, max(size - 2, 0))
+    kept = torch.tensor([*range(first), *range(size, size + second)], dtype=torch.int64)
+    part, recorder, meetings = layout.select(kept), Recorder(layout.exchange), []
     optimiser.to(dtype)
     params, total = normal(*batch, layout.size, seed=1).to(dtype), length + 2
     grads = normal(total, *batch, layout.size, seed=2) * torch.logspace(-8, 1, layout.size)
@@ -74,9 +78,10 @@ def window(optimiser, length=5, batch=(), size=7, bad=True, dtype=torch.float64)
     with torch.no_grad():
         for g, loss in zip(grads, losses, strict=True):
             state, params = trail[-1]
-            update, state = optimiser.update(g, state, params, loss)
+            meetings.append(recorder.begin())
+            update, state = optimiser.update(g, state._replace(layout=layout.meeting(recorder)), params, loss=loss)
             trail.append((state, params + update))
     state, params = trail[2]
     coordinates = {name: value[..., kept] for name, value in state.coordinates.items()}
-    state = OptimiserState(part, coordinates, state.shared)
-    return Window(state, params[..., kept], grads[2:, ..., kept], sources, losses[2:], [s.shared for s, _ in trail[3:]])
+    state = OptimiserState(part, coordinates, {}, state.shared)
+    return Window(state, params[..., kept], grads[2:, ..., kept], sources, losses[2:], meetings[2:])

@@ -73,7 +73,7 @@ class Taped(Unroll):
                 seen = next((m for m in known if m.batch is step.batch), None)
                 seen = seen or measure(loss, params, aux, step.batch, second)
                 losses.append(seen.loss.detach())
-                change, optimiser_state = update(leaves, seen.grads, optimiser_state, params, seen.loss)
+                change, optimiser_state = update(leaves, seen.grads, optimiser_state, params, loss=seen.loss)
                 params, aux = params + change, seen.aux
                 known = [measure(loss, params, aux, target.batch, second) for target in step.targets]
                 for measured, target in zip(known, step.targets, strict=True):

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from l2lopt.core.types import Carry, Loss, Params, Step, Update
+from l2lopt.estimators.memory_plan import Plan
 
 UnrollState: TypeAlias = Any
 """What an estimator keeps between two calls: a pytree of tensors, empty for backpropagation."""
@@ -61,3 +62,21 @@ class Unroll(ABC):
             steps: one for each inner step; read once, in order.
             state: from `init` or the last call.
         """
+
+    def plan(
+        self, update: Update, loss: Loss, phi: Params, carry: Carry, steps: Iterable[Step], length: int
+    ) -> Plan | None:
+        """The memory and time of a call, estimated before it is made; None, as by default: they are not known.
+
+        Args:
+            update: The update that the call will be given.
+            loss: The loss that the call will be given.
+            phi: The meta-parameters.
+            carry: The state of the run before the call.
+            steps: The steps of the call; the first few may be read.
+            length: The number of steps of the call.
+
+        Raises:
+            UserError: if the memory is not there.
+        """
+        return None

@@ -1,59 +1,67 @@
 """Exact first-order meta-gradients in bounded memory: run without a tape, then go back block by block."""
 
-import time
-from collections.abc import Callable, Iterable, Sequence
-from functools import reduce
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial, reduce
 from itertools import islice
 from math import ceil
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from l2lopt.core.errors import UserError
-from l2lopt.core.types import (
-    BlockUpdate,
-    Carry,
-    Layout,
-    Loss,
-    OptimiserState,
-    Params,
-    Pull,
-    Replay,
-    Step,
-    Update,
-    Window,
-    detach,
-    generator,
-)
+from l2lopt.core.layout import Params
+from l2lopt.core.seeding import generator
+from l2lopt.core.types import Carry, Loss, OptimiserState, Step, Update, detach
 from l2lopt.estimators.base import MetaGradient, Unroll, UnrollState
-from l2lopt.estimators.loss_and_gradient import Measured, Objective, gradient_of, measure, term
-from l2lopt.estimators.memory_plan import Plan, activations, available_memory
-from l2lopt.estimators.record import Record, Rows
+from l2lopt.estimators.coordinate_sample import mean_adjoint, sample_size, stratified
+from l2lopt.estimators.dependencies import Dependencies, dependencies
+from l2lopt.estimators.exchange import Alone
+from l2lopt.estimators.locality import check_locality
+from l2lopt.estimators.loss_and_gradient import Measured, Objective, measure, term
+from l2lopt.estimators.memory_plan import Plan, activations, available_memory, seconds_of, timed
+from l2lopt.estimators.record import Record, Rows, copies_of
+from l2lopt.estimators.replay import emptied, taped_mean_adjoint, taped_replay, through_the_networks
+from l2lopt.estimators.window import (
+    AdjointOfMean,
+    BlockAdjoints,
+    BlockUpdate,
+    MeanAdjoint,
+    Replay,
+    Window,
+)
 from l2lopt.parallel.threads import one_each, share_out
 
-Result = TypeVar("Result")
 AT_ONCE = 2**19
 """Coordinates times steps that a replay keeps, some 600 bytes each."""
+CHECKED = 2
+"""Steps of an estimator's first call at which a slice is computed again: at the first, bias-corrected means are ±1."""
+Tables: TypeAlias = Mapping[str, Tensor]
 
 
 class Blockwise(Unroll):
     """Backpropagation through the unrolled optimisation, of first order, at one vector of memory a step.
 
-    Gradients and losses are constants in first order, so coordinates meet nowhere but in what their optimiser shares,
-    and that is recorded and taken as a constant too. The steps run forward without a tape and keep, of each, the
-    gradient g_t and, where it is another vector, the source q_t = ∂(meta-loss)/∂θ_t. Then every block of coordinates
-    is replayed on its own, with (u_t, s_{t+1}) = m_φ(g_t, s_t, θ_t), θ_{t+1} = θ_t + u_t and the adjoint run down from
-    a_T = q_T, s̄_T = 0:
+    Gradients and losses are constants in first order, so coordinates meet only where their optimiser lets them: in
+    means over groups, functions of whole tensors and networks per group (`core.groupings`), which are recorded. The
+    steps run forward without a tape and keep, of each, the gradient g_t and, where it is another vector, the source
+    q_t = ∂(meta-loss)/∂θ_t. Then every block of coordinates is replayed on its own, with
+    (u_t, s_{t+1}) = m_φ(g_t, s_t, θ_t), θ_{t+1} = θ_t + u_t and the adjoint run down from a_T = q_T, s̄_T = 0:
 
         a_t = q_t + a_{t+1} (1 + ∂u_t/∂θ_t) + s̄_{t+1} ∂s_{t+1}/∂θ_t
         s̄_t = s̄_{t+1} ∂s_{t+1}/∂s_t + a_{t+1} ∂u_t/∂s_t
         dφ += a_{t+1} ∂u_t/∂φ + s̄_{t+1} ∂s_{t+1}/∂φ
 
     Equal to `Taped` of first order to rounding. The replay is the update's own if it is a `BlockUpdate`, else
-    autograd's. A statistic that a rule takes over a tensor depends on all blocks: where the update has a `pull`, a
-    first pass over the blocks adds up what the statistic of each step does to the meta-loss, and the replay takes its
-    slope from that; otherwise the slope is left out.
+    autograd's. What the coordinates meet in is treated by what it depends on:
+
+    - gradients alone: a constant of first order, exact without further work;
+    - φ through the update: its adjoint sums over all blocks. A first pass over the blocks finds it (one pass for each
+      such mean of a step), and the replay takes the derivative of the mean from that;
+    - θ, or itself through the state: the adjoints of different steps would have to wait for one another across
+      blocks. It is taken as a constant, and a line in the log says so;
+    - a network per group: the blocks give the adjoints of its outputs, and backpropagation goes through its steps once.
 
     With `share` below 1 only a random share of each tensor's coordinates is recorded and replayed, drawn anew for
     every window and weighted by its inverse: the mean over draws is the whole meta-gradient.
@@ -89,6 +97,8 @@ class Blockwise(Unroll):
         self.truncation, self.objective = truncation, objective
         self.share, self.record, self.block = share, record, block
         self.rows = Rows(spill)
+        self._checked: tuple[Update | None, int] = (None, 0)
+        self._dependencies: tuple[Update, Dependencies] | None = None
 
     def init(self, carry: Carry, phi: Params, seed: int) -> UnrollState:
         """The seed of the draws and the number of windows so far, where coordinates are drawn."""
@@ -103,7 +113,8 @@ class Blockwise(Unroll):
         value = carry.params.new_zeros(())
         losses: list[Tensor] = []
         params, aux, optimiser_state = detach(carry)
-        known: list[tuple[Measured, Tensor]] = []  # what the last step measured, and its slopes
+        layout = optimiser_state.layout
+        known: list[tuple[Measured, Tensor]] = []  # what the last step measured, and the weights in the meta-loss
         window: _Open | None = None
 
         def close() -> None:
@@ -118,21 +129,26 @@ class Blockwise(Unroll):
             if window is None or (self.truncation and index % self.truncation == 0):
                 close()
                 window, state = self._open(optimiser_state, params, state)
-                optimiser_state = way.own(optimiser_state)
+                optimiser_state = way.copied(optimiser_state)
             else:
                 window.record.sources(known, seen)
             losses.append(seen.loss)
             with torch.no_grad():
                 grads = window.record.stored(seen.grads)
-                change, optimiser_state = way.advance(phi, grads, optimiser_state, params, seen.loss)
+                check = check_locality(optimiser_state, grads, params, seen.loss) if self._unchecked(update) else None
+                before = window.record.begin(optimiser_state)
+                change, optimiser_state = way.update_(phi, grads, before, params, loss=seen.loss)
+                optimiser_state = optimiser_state._replace(layout=layout)
+                if check is not None:
+                    check(way.update, phi, change, window.record.recorder.meeting)
                 params, aux = params + change, seen.aux
-                window.record.step(grads, seen.loss, optimiser_state.shared)
+                window.record.step(grads, seen.loss)
             known = []
             for target in step.targets:
                 measured = measure(loss, params, aux, target.batch)
-                piece, slope = term(measured, target.weight, self.objective)
+                piece, weight = term(measured, target.weight, self.objective)
                 value = value + piece
-                known.append((measured, slope))
+                known.append((measured, weight))
         close()
         summed = {name: piece.to(phi[name].dtype) for name, piece in gradient.items()}
         finite = all(bool(t.isfinite().all()) for t in (value, params, *summed.values()))
@@ -157,33 +173,22 @@ class Blockwise(Unroll):
         size, numbers = carry.params.shape[-1], carry.params.numel()
         window = max(1, min(length, self.truncation or length))
         dtype = torch.bfloat16 if self.record == "bfloat16" else carry.params.dtype
-        drawn = sum(_count(self.share, part) for part in carry.state.layout.sizes) * (numbers // max(size, 1))
+        drawn = sum(sample_size(self.share, part) for part in carry.state.layout.sizes) * (numbers // max(size, 1))
         step, *following = islice(steps, 2)
         others = sum(all(target.batch is not later.batch for later in following) for target in step.targets)
         with activations() as held:
             measure(loss, carry.params, carry.aux, step.batch)
-        gradient, seen = _timed(lambda: measure(loss, carry.params, carry.aux, step.batch))
+        gradient, seen = timed(lambda: measure(loss, carry.params, carry.aux, step.batch))
         few = min(size, self._block(window, way))
-        part = carry.state._replace(
-            layout=carry.state.layout.between(0, few),
-            coordinates={name: value[..., :few].clone() for name, value in carry.state.coordinates.items()},
-        )
+        alone = Alone()
+        part = _sliced(carry.state, few)._replace(layout=carry.state.layout.slice(0, few).meeting(alone))
         theta, grads = carry.params[..., :few], seen.grads[..., :few]
         with torch.no_grad():
-            forward, (_, after) = _seconds(lambda: way.advance(phi, grads, way.own(part), theta, seen.loss))
+            forward, _ = seconds_of(lambda: way.update_(phi, grads, way.copied(part), theta, loss=seen.loss))
         several = 4
-        probe = Window(
-            part,
-            theta,
-            torch.stack([grads] * several),
-            torch.stack([grads] * several),
-            torch.stack([seen.loss] * several),
-            [after.shared] * several,
-        )
-        back, _ = _seconds(lambda: way.replay(phi, probe))
-        if way.pull is not None:
-            pull = way.pull
-            back += _seconds(lambda: pull(phi, probe))[0]
+        alike = torch.stack([grads] * several)
+        losses = torch.stack([seen.loss] * several)
+        back = self._seconds_back(way, phi, Window(part, theta, alike, alike, losses, [alone.meeting] * several))
         threads = torch.get_num_threads() if way.threaded else 1
         work = (numbers * forward + drawn * back / several) / max(theta.numel(), 1) / threads
         state = sum(value.numel() * value.element_size() for value in carry.state.coordinates.values())
@@ -195,7 +200,7 @@ class Blockwise(Unroll):
         plan = Plan(
             window=window,
             vector=drawn * dtype.itemsize,
-            per_step=1 + bool(others),
+            per_step=1 + bool(others) + len(alone.meeting.wholes),
             state=(1 if blank else 2) * state + max(kept, sum(held)) + 6 * numbers * carry.params.element_size(),
             available=available_memory(carry.params.device),
             spilt=self.rows.folder is not None,
@@ -204,46 +209,70 @@ class Blockwise(Unroll):
         plan.check()
         return plan
 
+    def _unchecked(self, update: Update) -> bool:
+        """Whether to compute a slice of this step again, to see that the update obeys the law of locality."""
+        last, count = self._checked if self._checked[0] is update else (update, 0)
+        self._checked = last, count + 1
+        return count < CHECKED
+
+    def _seconds_back(self, way: "_Way", phi: Params, probe: Window) -> float:
+        """How long it takes to go back through a block's window."""
+        seconds, _ = seconds_of(lambda: way.replay(phi, probe, {}))
+        for key in way.linked or ():
+            seconds += seconds_of(partial(way.mean_adjoint, phi, probe, {}, key))[0]
+        return seconds
+
     def _open(self, optimiser_state: OptimiserState, params: Tensor, state: UnrollState) -> "tuple[_Open, UnrollState]":
-        """An empty window at the present place, and the unroll's own state after the draw."""
+        """An empty window at the present step, and the estimator's state after the draw."""
         self.rows.clear()
         dtype = torch.bfloat16 if self.record == "bfloat16" else params.dtype
         if self.share == 1:
-            record = Record(optimiser_state, params, self.rows, dtype)
-            return _Open(record, None, optimiser_state.layout.sizes), state
+            return _Open(Record(optimiser_state, params, self.rows, dtype), None), state
         seed, count = state.tolist()
         source = generator("coordinates", seed, count)
-        select, weights, layout = stratified(optimiser_state.layout, self.share, source)
-        part = optimiser_state._replace(
-            layout=layout,
-            coordinates={
-                name: value.index_select(-1, select.to(value.device))
-                for name, value in optimiser_state.coordinates.items()
-            },
-        )
-        record = Record(part, params, self.rows, dtype, select.to(params.device))
-        return _Open(record, weights.to(params), optimiser_state.layout.sizes), state + torch.tensor([0, 1])
+        select, weights = stratified(optimiser_state.layout, self.share, source)
+        record = Record(optimiser_state, params, self.rows, dtype, select)
+        return _Open(record, weights.to(params)), state + torch.tensor([0, 1])
 
-    def _replayed(self, phi: Params, window: "_Open", way: "_Way") -> dict[str, Tensor]:
-        """The window's meta-gradient in float64, block after block; first the pull of its statistics, if it has one."""
+    def _replayed(self, phi: Params, window: "_Open", way: "_Way") -> Tables:
+        """The window's meta-gradient in float64, block after block; first the adjoints of its means, if they have any.
+
+        Of parameters that lie across processes each process replays its part, and the sums are over all of them.
+        """
         record = window.record
-        pull = way.pull
-        if pull is not None and record.state.layout.size:
-            # Of n coordinates m are replayed, each with the weight n/m: two of them meet with another chance than one
-            # meets itself. pull − own·p_i has the mean Σp / n over samples even where it multiplies what i has.
-            whole = torch.tensor(window.sizes, dtype=torch.float64).clamp(min=1)
-            pairs = (whole - 1) / (torch.tensor(record.state.layout.sizes) - 1).clamp(min=1)
-            pairs = torch.where(whole > 1, pairs, 1.0)
-            sums = self._summed(window, way, lambda part: {"pull": pull(phi, part)})["pull"]
-            factor, own = (pairs / whole).to(sums), ((pairs - 1) / whole).to(sums)
-            for index, shared in enumerate(record.shared):
-                pulls = {"pull": sums[index] * factor, "own": own.expand_as(sums[index])}
-                record.shared[index] = shared | {name: value.to(shared["statistic"]) for name, value in pulls.items()}
-        return self._summed(window, way, lambda part: way.replay(phi, part))
+        shards = record.whole.shards
+        adjoints: dict[str, MeanAdjoint] = {}
+        for key in self._linked(phi, window, way):
+            sums = self._summed(window, way, partial(_mean_adjoint, way, phi, adjoints, key))
+            if sums:
+                adjoints[key] = mean_adjoint(record.whole, record.layout, key, sums[""])
+        found = self._summed(window, way, lambda part: _named(way.replay(phi, part, adjoints)))
+        controls = {key: found.pop(f"controls {key}") for key in record.meetings[0].controls if found}
+        if shards is not None:
+            found = {name: shards.total(value) for name, value in found.items()}
+            controls = {name: shards.total(value) for name, value in controls.items()}
+        if controls:
+            networks = through_the_networks(way.update, phi, emptied(record.window(0, 0), record.groups), controls)
+            found = _added(found, networks)
+        return found
 
-    def _summed(self, window: "_Open", way: "_Way", function: Callable[[Window], Params]) -> Params:
+    def _linked(self, phi: Params, window: "_Open", way: "_Way") -> tuple[str, ...]:
+        """The means whose adjoints are to be found, in the order of the passes."""
+        record = window.record
+        if way.linked is not None or not (record.meetings[0].means or record.meetings[0].wholes):
+            return way.linked or ()
+        if self._dependencies is None or self._dependencies[0] is not way.update:
+            found = dependencies(way.update, phi, record.window(0, min(4, record.layout.size)))
+            self._dependencies = way.update, found
+            if found.constant:
+                logging.getLogger("l2lopt").info(
+                    "blockwise: taken as constants, as they depend on θ or on themselves: %s", ", ".join(found.constant)
+                )
+        return self._dependencies[1].linked
+
+    def _summed(self, window: "_Open", way: "_Way", function: Callable[[Window], Tables]) -> Params:
         """What a function gives for every block, by name, summed in float64 and in a fixed order."""
-        size = window.record.state.layout.size
+        size = window.record.layout.size
         block = self._block(len(window.record.grads), way)
         blocks = range(0, size, block)
         few = min(max(len(blocks) // 32, 1), 16)
@@ -268,125 +297,80 @@ class Blockwise(Unroll):
 
 
 class _Open(NamedTuple):
-    """A window under way, the weights [m] of its coordinates if they are a sample, the sizes of the whole tensors."""
+    """A window under way, and the weights [m] of its coordinates if they are a sample."""
 
     record: Record
     weights: Tensor | None
-    sizes: Sequence[int]
 
 
 class _Way(NamedTuple):
     """How an update is run forward and gone back through."""
 
-    advance: Update
+    update: Update
+    update_: Update
     replay: Replay
-    own: Callable[[OptimiserState], OptimiserState]
+    copied: Callable[[OptimiserState], OptimiserState]
     threaded: bool
-    pull: Pull | None = None
+    linked: tuple[str, ...] | None
+    mean_adjoint: AdjointOfMean
     at_once: int | None = None
 
 
 def _way(update: Update) -> _Way:
     if not isinstance(update, BlockUpdate):
-        return _Way(update, taped_replay(update), lambda state: state, False)
-    back = update.replay or taped_replay(update.update)
-    threaded = update.replay is not None and update.at_once is None
-    return _Way(update.advance, back, _copy, threaded, update.pull, update.at_once)
+        return _Way(update, update, taped_replay(update), lambda state: state, False, None, taped_mean_adjoint(update))
+    if not update.local:
+        raise UserError(
+            "estimator 'blockwise'",
+            expected="a rule whose coordinates meet in means over groups or declared functions of whole tensors",
+            found="one that says coordinatewise = False",
+            remedy="use the estimator 'taped', or layout.tensors.mean, layout.whole and the like in its update",
+        )
+    plain = update.update
+    return _Way(
+        plain,
+        update.update_,
+        update.replay or taped_replay(plain),
+        _copy,
+        update.replay is not None and update.at_once is None,
+        update.linked,
+        update.mean_adjoint or taped_mean_adjoint(plain),
+        update.at_once,
+    )
 
 
-def _added(total: Params, pieces: Params) -> Params:
+def _sliced(state: OptimiserState, count: int) -> OptimiserState:
+    """The first coordinates of a state; numbers per group as copies that they carry."""
+    layout = state.layout.slice(0, count)
+    coordinates = {name: value[..., :count].clone() for name, value in state.coordinates.items()}
+    groups = {
+        kind: {name: copies_of(layout, kind, value) for name, value in values.items()}
+        for kind, values in state.groups.items()
+    }
+    return OptimiserState(layout, coordinates, groups, state.shared)
+
+
+def _mean_adjoint(way: _Way, phi: Params, adjoints: Mapping[str, MeanAdjoint], key: str, window: Window) -> Params:
+    """A block's part of a mean's adjoint, in a table of one."""
+    return {"": way.mean_adjoint(phi, window, adjoints, key)}
+
+
+def _named(found: BlockAdjoints) -> Params:
+    """Meta-gradient and adjoints of controls in one table, to be summed."""
+    return found.phi | {f"controls {key}": value for key, value in found.controls.items()}
+
+
+def _added(total: Tables, pieces: Tables) -> Params:
     """The sums in float64."""
     return {name: piece.double() + total.get(name, 0.0) for name, piece in pieces.items()}
 
 
 def _copy(state: OptimiserState) -> OptimiserState:
     """A state that may be overwritten; blank numbers, which take no memory, are left to be made when written to."""
-    own = {name: value if _blank(value) else value.clone() for name, value in state.coordinates.items()}
-    return state._replace(coordinates=own)
+    copies = {name: value if _blank(value) else value.clone() for name, value in state.coordinates.items()}
+    return state._replace(coordinates=copies)
 
 
 def _blank(value: Tensor) -> bool:
     """Whether it is one column expanded to all."""
     return value.shape[-1] > 1 and value.stride(-1) == 0
-
-
-def taped_replay(update: Update) -> Replay:
-    """The replay of any update on autograd's tape: about 0.5 KB a coordinate of the block and step for an LSTM."""
-
-    def replay(phi: Params, window: Window) -> Params:
-        leaves = {name: value.detach().requires_grad_() for name, value in phi.items()}
-        return gradient_of(_moved(update, leaves, window), leaves)
-
-    return replay
-
-
-@torch.enable_grad()
-def _moved(update: Update, phi: Params, window: Window) -> Tensor:
-    """Σ_t q_t θ_{t+1} over a block's steps, whose slopes are those of the meta-loss."""
-    state, params, total = window.state, window.params, torch.zeros(())
-    for grads, source, loss, after in zip(window.grads, window.sources, window.losses, window.shared, strict=True):
-        change, state = update(phi, grads, state, params, loss, after)
-        params = params + change
-        total = total + (source * params).sum()
-    return total
-
-
-def taped_pull(update: Update) -> Pull:
-    """∂(meta-loss)/∂(statistic) of any update that takes its statistic from `after`, on autograd's tape."""
-
-    def pull(phi: Params, window: Window) -> Tensor:
-        given = [
-            dict(shared) | {"statistic": shared["statistic"].detach().requires_grad_()} for shared in window.shared
-        ]
-        total = _moved(update, phi, window._replace(shared=given))
-        leaves = {str(t): shared["statistic"] for t, shared in enumerate(given)}
-        return torch.stack(list(gradient_of(total, leaves).values())).double()
-
-    return pull
-
-
-def stratified(layout: Layout, share: float, source: torch.Generator) -> tuple[Tensor, Tensor, Layout]:
-    """A random share of every tensor's coordinates, at least two where there are two, without replacement.
-
-    Returns:
-        Their places [m], rising; the inverse of the chance each had [m]; and the layout of the sample, which keeps all
-        names.
-    """
-    places, weights, counts, first = [], [], [], 0
-    for size in layout.sizes:
-        count = _count(share, size)
-        places.append(first + torch.randperm(size, generator=source)[:count].sort().values)
-        weights.append(torch.full((count,), size / max(count, 1), dtype=torch.float64))
-        counts.append((count,))
-        first += size
-    empty = torch.empty(0)
-    return (
-        torch.cat([empty.long(), *places]),
-        torch.cat([empty.double(), *weights]),
-        Layout(layout.names, tuple(counts), fan_ins=layout.fan_ins),
-    )
-
-
-def _count(share: float, size: int) -> int:
-    """How many of a tensor's coordinates a share of them are."""
-    return max(ceil(share * size), min(size, 2))
-
-
-def _seconds(function: Callable[[], Result]) -> tuple[float, Result]:
-    """How long it takes the second time, and what it gives."""
-    function()
-    return _timed(function)
-
-
-def _timed(function: Callable[[], Result]) -> tuple[float, Result]:
-    """How long it takes, a GPU's work included, and what it gives."""
-    _wait()
-    start = time.perf_counter()
-    result = function()
-    _wait()
-    return time.perf_counter() - start, result
-
-
-def _wait() -> None:
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()

@@ -99,7 +99,7 @@ class EvolutionStrategies(Unroll):
             aux = detach(aux)
             losses.append(measured.detach())
             with torch.no_grad():
-                change, state = update(phi, grads, state, params, losses[-1])
+                change, state = update(phi, grads, state, params, loss=losses[-1])
                 params = params + change
                 for target in step.targets:
                     term, _ = loss(params, aux, target.batch)

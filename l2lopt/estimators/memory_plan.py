@@ -2,14 +2,18 @@
 
 import math
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from l2lopt.core.errors import UserError
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -123,3 +127,23 @@ def activations() -> Iterator[list[int]]:
 
 def _gb(count: int) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
+
+
+def seconds_of(function: Callable[[], Result]) -> tuple[float, Result]:
+    """How long a function takes the second time, and its result."""
+    function()
+    return timed(function)
+
+
+def timed(function: Callable[[], Result]) -> tuple[float, Result]:
+    """How long a function takes, a GPU's work included, and its result."""
+    _wait()
+    start = time.perf_counter()
+    result = function()
+    _wait()
+    return time.perf_counter() - start, result
+
+
+def _wait() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""What a first-order unroll keeps of its window: gradients, sources and what is shared, no tape."""
+"""What a first-order estimator keeps of its window: gradients, sources and what coordinates met in; no tape."""
 
 import tempfile
 from collections.abc import Sequence
@@ -7,8 +7,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from l2lopt.core.types import OptimiserState, Params, Window
+from l2lopt.core.groupings import SlicedGrouping
+from l2lopt.core.layout import Layout
+from l2lopt.core.types import OptimiserState
+from l2lopt.estimators.exchange import Recorder
 from l2lopt.estimators.loss_and_gradient import Measured
+from l2lopt.estimators.window import Meeting, Window
 
 
 class Rows:
@@ -54,42 +58,56 @@ class Record:
     vector of its own.
 
     Args:
-        state: the optimiser's before the window, of the coordinates replayed; not changed while the record lives.
+        state: The optimiser's before the window, of the whole vector; its memory is not changed while the record lives.
         params: θ before the window, [*batch, n].
-        rows: where the vectors go.
-        dtype: of the vectors.
-        select: the coordinates [m] that are replayed; None for all.
+        rows: Memory for the vectors.
+        dtype: Number format of the vectors.
+        select: Places [m] of the coordinates that are replayed; None for all.
     """
 
     def __init__(
         self, state: OptimiserState, params: Tensor, rows: Rows, dtype: torch.dtype, select: Tensor | None = None
     ) -> None:
-        self.state, self.select, self.rows, self.dtype = state, select, rows, dtype
+        self.rows, self.dtype = rows, dtype
+        self.whole = state.layout
+        self.recorder = Recorder(self.whole.exchange, self.stored)
+        self.recording = self.whole.meeting(self.recorder)
+        self.layout = self.whole if select is None else self.whole.select(select)
+        self.select = None if select is None else select.to(params.device)
         self.params = self._part(params)
+        self.coordinates = {name: self._part(value) for name, value in state.coordinates.items()}
+        self.groups, self.shared = state.groups, state.shared
         self.grads: list[Tensor] = []
         self.losses: list[Tensor] = []
-        self.shared: list[Params] = []
+        self.meetings: list[Meeting] = []
         self.scales: dict[int, Tensor] = {}
         self.extras: dict[int, Tensor] = {}
 
-    def stored(self, grads: Tensor) -> Tensor:
-        """The gradient as the record will give it back."""
-        return grads.to(self.dtype).to(grads.dtype)
+    def stored(self, values: Tensor) -> Tensor:
+        """Numbers [..., n] as the record will give them back."""
+        return values.to(self.dtype).to(values.dtype)
 
-    def step(self, grads: Tensor, loss: Tensor, shared: Params) -> None:
-        """A step was made with `grads` and left `shared`."""
+    def begin(self, state: OptimiserState) -> OptimiserState:
+        """The state, whose layout records what the coordinates meet in during the next step."""
+        self.recorder.begin()
+        return state._replace(layout=self.recording)
+
+    def step(self, grads: Tensor, loss: Tensor) -> None:
+        """Keeps the step that was made with `grads`."""
         self.grads.append(self.rows.keep(self._part(grads), self.dtype))
         self.losses.append(loss)
-        self.shared.append({name: value.clone() for name, value in shared.items()})
+        means, wholes, controls = self.recorder.meeting
+        wholes = {name: self.rows.keep(self._part(value), self.dtype) for name, value in wholes.items()}
+        self.meetings.append(Meeting(means, wholes, controls))
 
     def sources(self, measured: Sequence[tuple[Measured, Tensor]], following: Measured | None = None) -> None:
-        """∂(meta-loss)/∂θ after the last step, Σ slope·gradient; `following` is what the next step works with."""
+        """∂(meta-loss)/∂θ after the last step, Σ weight·gradient; `following` is what the next step works with."""
         last = len(self.grads) - 1
-        for one, slope in measured:
+        for one, weight in measured:
             if one is following:
-                self.scales[last] = slope
+                self.scales[last] = weight
                 continue
-            vector = self._part(slope[..., None] * one.grads)
+            vector = self._part(weight[..., None] * one.grads)
             if last in self.extras:
                 self.extras[last] += vector
             else:
@@ -106,9 +124,25 @@ class Record:
             sources[step] += extra[..., low:high]
         if weights is not None:
             sources *= weights[low:high]
-        coordinates = {name: value[..., low:high] for name, value in self.state.coordinates.items()}
-        state = OptimiserState(self.state.layout.between(low, high), coordinates, self.state.shared)
-        return Window(state, params, grads, sources, torch.stack(self.losses), self.shared)
+        layout = self.layout.slice(low, high)
+        coordinates = {name: value[..., low:high] for name, value in self.coordinates.items()}
+        groups = {
+            kind: {name: copies_of(layout, kind, value) for name, value in values.items()}
+            for kind, values in self.groups.items()
+        }
+        state = OptimiserState(layout, coordinates, groups, self.shared)
+        meetings = [
+            meeting._replace(wholes={name: value[..., low:high] for name, value in meeting.wholes.items()})
+            for meeting in self.meetings
+        ]
+        return Window(state, params, grads, sources, torch.stack(self.losses), meetings)
 
     def _part(self, values: Tensor) -> Tensor:
         return values if self.select is None else values.index_select(-1, self.select)
+
+
+def copies_of(layout: Layout, kind: str, values: Tensor) -> Tensor:
+    """Numbers of the whole vector's groups as the copies that a slice's coordinates carry."""
+    grouping = layout.grouping(kind)
+    assert isinstance(grouping, SlicedGrouping)
+    return grouping.at(values)

@@ -235,7 +235,7 @@ def run_free(
             values, aux = loss(theta, aux, batch)
             (grads,) = torch.autograd.grad(values.sum(), theta)
             with torch.no_grad():
-                change, state = optimiser.advance(grads, state, params.detach(), values.detach())
+                change, state = optimiser.update_(grads, state, params.detach(), loss=values.detach())
                 params = params.detach() + change
             aux = {name: value.detach() for name, value in aux.items()}
             first = values.detach() if step == 0 else first

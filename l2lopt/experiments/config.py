@@ -26,7 +26,7 @@ from l2lopt.optimisers import Optimiser
 from l2lopt.storage.run_log import existing
 from l2lopt.torch_optim.learned_optimizer import LearnedOptimizer
 from l2lopt.torch_optim.registry import TORCH, OptimizerFactory
-from l2lopt.training.meta_train import MetaTrainSettings, UnrollSettings
+from l2lopt.training.settings import MetaTrainSettings, UnrollSettings
 from l2lopt.training.train import TrainSettings
 from l2lopt.weights import files
 

@@ -13,7 +13,7 @@ from l2lopt.evaluation.comparison import SPLITS, Baseline, record_steps, run_fre
 from l2lopt.experiments.config import Config, Experiment
 from l2lopt.optimisee import Split, flat_loss
 from l2lopt.optimisers import Optimiser
-from l2lopt.training.meta_train import inner_steps
+from l2lopt.training.inner_runs import inner_steps
 
 
 class Costs(NamedTuple):

@@ -1,16 +1,21 @@
 """Fast twins of the learned optimisers: the same numbers, sharing φ with a reference that never knows them."""
 
 import logging
+from collections.abc import Callable, Mapping
 from functools import partial
 
+from torch import Tensor
+
 from l2lopt.core.errors import UserError, did_you_mean
-from l2lopt.core.types import BlockUpdate, Pull, Replay, Update
-from l2lopt.estimators.blockwise import taped_pull
+from l2lopt.core.layout import Params
+from l2lopt.core.types import Update
+from l2lopt.estimators.window import AdjointOfMean, BlockUpdate, MeanAdjoint, Replay, Window
 from l2lopt.kernels import triton
-from l2lopt.kernels.cpu.replay import can_pull, pull, refusal_to_replay, replay
+from l2lopt.kernels.cpu.replay import has_statistic_adjoint, refusal_to_replay, replay, statistic_adjoint
 from l2lopt.kernels.cpu.step import CPU, refusal
 from l2lopt.kernels.cpu.workspace import Workspace
 from l2lopt.kernels.fused import Twin
+from l2lopt.kernels.recorded import MEAN
 from l2lopt.optimisers import Coordinatewise, Optimiser
 
 BACKENDS = ("auto", "reference", "cpu", "triton")
@@ -62,21 +67,30 @@ def block_update(optimiser: Optimiser, backend: str = "auto") -> Update:
     twin, space = fast(optimiser, backend), Workspace()
     if not isinstance(twin, Twin):
         plain = optimiser.update_with
-        return BlockUpdate(plain, plain, pull=taped_pull(plain)) if can_pull(optimiser) else plain
+        return BlockUpdate(plain, plain, local=optimiser.coordinatewise)
     reference = twin.reference
-    back: Replay | None = None
-    pulled: Pull | None = taped_pull(reference.update_with)
+    if refusal_to_replay(reference) is not None:
+        return BlockUpdate(reference.update_with, twin.update_with_)
+    back: Replay = partial(replay, reference, space=space)
+    adjoint = _by_name(partial(statistic_adjoint, reference, space=space))
     at_once = None
-    if refusal_to_replay(reference) is None:
-        if isinstance(twin, CPU):
-            back, pulled = partial(replay, reference, space=space), partial(pull, reference, space=space)
-        else:
-            from l2lopt.kernels.triton import replay as on_gpu
+    if not isinstance(twin, CPU):
+        from l2lopt.kernels.triton import replay as on_gpu
 
-            back, pulled = partial(on_gpu.replay, reference), partial(on_gpu.pull, reference)
-            at_once = on_gpu.AT_ONCE
-    pulled = pulled if can_pull(reference) else None
-    return BlockUpdate(reference.update_with, twin.advance_with, back, pulled, at_once)
+        back, adjoint = partial(on_gpu.replay, reference), _by_name(partial(on_gpu.statistic_adjoint, reference))
+        at_once = on_gpu.AT_ONCE
+    linked: tuple[str, ...] | None = () if not reference.rule.statistic else None
+    linked = (MEAN,) if has_statistic_adjoint(reference) else linked
+    return BlockUpdate(reference.update_with, twin.update_with_, back, linked, adjoint, at_once)
+
+
+def _by_name(adjoint: Callable[[Params, Window], Tensor]) -> AdjointOfMean:
+    """The adjoint of the one mean that there is, as an estimator asks for it."""
+
+    def of_mean(phi: Params, window: Window, adjoints: Mapping[str, MeanAdjoint], key: str) -> Tensor:
+        return adjoint(phi, window)
+
+    return of_mean
 
 
 def _of_its_device(optimiser: Optimiser) -> str:

@@ -1,6 +1,7 @@
 """The learned rule's linear maps multiplied out, so that one product a step takes raw features and h."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -9,15 +10,18 @@ from l2lopt.cells.highway import Highway, Simplified
 from l2lopt.cells.lstm import LSTM, LSTMCore
 from l2lopt.core.types import Params
 from l2lopt.optimisers import Coordinatewise, Optimiser
+from l2lopt.optimisers.rules import DirectionAndMagnitude
+
+Number = TypeVar("Number", float, Tensor)
 
 
 class Folded(NamedTuple):
-    """What a step multiplies with, N the cell's input size, M its hidden size, F features per coordinate.
+    """The layers that a step multiplies with; N is the cell's input size, M its hidden size, F features per coordinate.
 
     Attributes:
-        first: [4M, F + M + 1] for an LSTM, the rows those of i, f, o, a; [3N + M, F + M + 1] for an IHC-LSTM, the rows
-            those of g (before its σ), F(h), x and a. The columns are those of the features, of h and of 1.
-        second: [3M, N] for an IHC-LSTM, the rows f, i, o on v; None for an LSTM.
+        first: [4M, F + M + 1] for an LSTM, with the rows of i, f, o, a; [3N + M, F + M + 1] for an IHC-LSTM, with the
+            rows of g (before its σ), F(h), x and a. The columns belong to the features, to h and to 1.
+        second: [3M, N] for an IHC-LSTM, with the rows f, i, o on v; None for an LSTM.
         second_bias: [3M], or None.
         head: [outputs, M].
         head_bias: [outputs].
@@ -43,7 +47,7 @@ def refusal(optimiser: Optimiser) -> str | None:
 
 
 def fold(optimiser: Coordinatewise, phi: Params) -> Folded:
-    """The products under φ, differentiable in it.
+    """The layers under φ multiplied out, differentiable in φ.
 
     W_e takes the features into the cell, so that W (W_e x + b_e) + U h + b = [W W_e, U, W b_e + b] [x; h; 1].
     """
@@ -74,6 +78,46 @@ def fold(optimiser: Coordinatewise, phi: Params) -> Folded:
     if bias is not None:
         bias = torch.cat([bias, bias.new_zeros(2 * bias.shape[0])])
     return Folded(first, weight_v, bias, head, head_bias)
+
+
+def gradient_through(
+    optimiser: Coordinatewise, phi: Params, function: Callable[[Folded], tuple[Folded, Params]]
+) -> Params:
+    """The gradient with respect to φ, taken once through the products of `fold`.
+
+    Args:
+        optimiser: An optimiser that `refusal` lets pass.
+        phi: Its parameters.
+        function: Map from the multiplied-out layers, detached, to the gradients with respect to them and to those with
+            respect to the rule's parameters, by their names in the rule.
+    """
+    leaves = {name: value.detach().requires_grad_() for name, value in phi.items()}
+    with torch.enable_grad():
+        folded = fold(optimiser, leaves)
+    with torch.no_grad():
+        detached = Folded(*(None if value is None else value.detach() for value in folded))  # type: ignore[arg-type]  # None where the tuple has None
+        adjoints, of_rule = function(detached)
+    pairs = [
+        (output, adjoint.to(output.dtype))
+        for output, adjoint in zip(folded, adjoints, strict=True)
+        if output is not None and adjoint is not None
+    ]
+    outputs, above = zip(*pairs, strict=True)
+    found = torch.autograd.grad(outputs, list(leaves.values()), above, allow_unused=True)
+    gradient = {name: torch.zeros_like(value) for name, value in phi.items()}
+    gradient |= {f"rule.{name}": value.to(phi[f"rule.{name}"].dtype) for name, value in of_rule.items()}
+    return gradient | {name: value for name, value in zip(leaves, found, strict=True) if value is not None}
+
+
+def step_size(rule: DirectionAndMagnitude, growth: Number, step: Number) -> Number:
+    """S_t = s · growth / (1 + (t − 1) / horizon).
+
+    Args:
+        rule: s and horizon.
+        growth: exp(10 · log scale).
+        step: The number t of the step, from 1.
+    """
+    return rule.step_size * growth / (1 + (step - 1) / rule.horizon)
 
 
 def _joined(embed: Tensor, weight_x: Tensor, weight_h: Tensor, bias: Tensor | None) -> Tensor:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from l2lopt.core.types import Layout, OptimiserState, Params
+from l2lopt.core.layout import Layout, Params
+from l2lopt.core.types import OptimiserState
 from l2lopt.kernels import folding
 from l2lopt.kernels.folding import Folded
 from l2lopt.optimisers import Coordinatewise, Optimiser
@@ -29,13 +30,17 @@ class Twin(Optimiser):
     def __init__(self, reference: Coordinatewise) -> None:
         super().__init__()
         self.reference = reference
-        self.coordinatewise, self.description = reference.coordinatewise, reference.description
+        self.description = reference.description
+        self.coordinatewise, self.groupings = reference.coordinatewise, reference.groupings
+        self.needs_loss = reference.needs_loss
         self._update = torch.empty(0)
         self._folded: tuple[Params, Folded] | None = None
 
-    def init(self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None) -> OptimiserState:
+    def init(
+        self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None, total_steps: int | None = None
+    ) -> OptimiserState:
         """The reference's."""
-        return self.reference.init(layout, batch, like=like)
+        return self.reference.init(layout, batch, like=like, total_steps=total_steps)
 
     def phi(self) -> Params:
         """The reference's."""
@@ -46,11 +51,11 @@ class Twin(Optimiser):
         grads: Tensor,
         state: OptimiserState,
         params: Tensor,
+        *,
         loss: Tensor | None = None,
-        after: Params | None = None,
     ) -> tuple[Tensor, OptimiserState]:
         """The reference's update and next state."""
-        return self.update_with(self.phi(), grads, state, params, loss, after)
+        return self.update_with(self.phi(), grads, state, params, loss=loss)
 
     def update_with(
         self,
@@ -58,46 +63,46 @@ class Twin(Optimiser):
         grads: Tensor,
         state: OptimiserState,
         params: Tensor,
+        *,
         loss: Tensor | None = None,
-        after: Params | None = None,
     ) -> tuple[Tensor, OptimiserState]:
         """The same as a function of φ."""
         leaves = pytree.tree_leaves((phi, grads, state, params, loss))
         taped = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves if leaf is not None)
         if taped or not self._suits(phi, grads, state, params):
-            return self.reference.update_with(phi, grads, state, params, loss, after)
+            return self.reference.update_with(phi, grads, state, params, loss=loss)
         with torch.no_grad():
             fresh = {key: self._fresh(value) for key, value in state.coordinates.items()}
-            return self._step(phi, grads, state, params, loss, after, fresh, _empty(grads))
+            return self._step(phi, grads, state, params, loss, fresh, _empty(grads))
 
-    def advance(
+    def update_(
         self,
         grads: Tensor,
         state: OptimiserState,
         params: Tensor,
+        *,
         loss: Tensor | None = None,
-        after: Params | None = None,
     ) -> tuple[Tensor, OptimiserState]:
         """`update` without a tape and in place: it overwrites the state it is given and its own last result.
 
         From the second call on nothing is allocated. A state in memory that is not its own (expanded, or shared
         between its values) is copied first.
         """
-        return self.advance_with(self.phi(), grads, state, params, loss, after)
+        return self.update_with_(self.phi(), grads, state, params, loss=loss)
 
     @torch.no_grad()
-    def advance_with(
+    def update_with_(
         self,
         phi: Params,
         grads: Tensor,
         state: OptimiserState,
         params: Tensor,
+        *,
         loss: Tensor | None = None,
-        after: Params | None = None,
     ) -> tuple[Tensor, OptimiserState]:
         """The same as a function of φ."""
         if not self._suits(phi, grads, state, params):
-            return self.reference.update_with(phi, grads, state, params, loss, after)
+            return self.reference.update_with(phi, grads, state, params, loss=loss)
         places = Counter(value.data_ptr() for value in state.coordinates.values())
         own = {
             key: value.contiguous() if places[value.data_ptr()] == 1 else value.clone(memory_format=CONTIGUOUS)
@@ -107,7 +112,7 @@ class Twin(Optimiser):
         if (self._update.dtype, self._update.device) != kind or self._update.numel() < grads.numel():
             self._update = _empty(grads).view(-1)
         update = self._update[: grads.numel()].view(grads.shape)
-        return self._step(phi, grads, state._replace(coordinates=own), params, loss, after, own, update)
+        return self._step(phi, grads, state._replace(coordinates=own), params, loss, own, update)
 
     @abstractmethod
     def _suits(self, phi: Params, grads: Tensor, state: OptimiserState, params: Tensor) -> bool:
@@ -125,7 +130,6 @@ class Twin(Optimiser):
         state: OptimiserState,
         params: Tensor,
         loss: Tensor | None,
-        after: Params | None,
         coordinates: Params,
         update: Tensor,
     ) -> tuple[Tensor, OptimiserState]:

@@ -1,4 +1,4 @@
-"""The contract of an optimiser, learned or hand-made."""
+"""The contract of an optimiser, learned or hand-designed."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from l2lopt.core.types import Layout, OptimiserState, Params
+from l2lopt.core.layout import Layout, Params
+from l2lopt.core.types import OptimiserState
 
 
 class Optimiser(nn.Module, ABC):
@@ -17,82 +18,92 @@ class Optimiser(nn.Module, ABC):
     It works on one flat vector of n coordinates, or on many at once: `batch` axes stand before the coordinates and no
     row sees another. Nothing is changed in place: state in, state out.
 
+    Coordinates meet only in the layout's groupings (`layout.tensors.mean(name, values)`, `.controls`) and in functions
+    of whole tensors that go through `layout.whole`. So a slice of them can be updated by itself, given what the whole
+    vector's coordinates met in: *locality*, see `core.groupings`. A rule that does otherwise says so.
+
+    Example:
+        >>> import torch
+        >>> from l2lopt import optimisers
+        >>> from l2lopt.core.layout import Layout
+        >>> sgd = optimisers.make("sgd", lr=0.1)
+        >>> params = torch.ones(3)
+        >>> state = sgd.init(Layout(("w",), ((3,),)), like=params)
+        >>> update, state = sgd.update(2 * params, state, params)
+        >>> params + update
+        tensor([0.8000, 0.8000, 0.8000])
+
     Attributes:
-        coordinatewise: a coordinate's update depends on that coordinate and on what all share, never on its neighbours.
-        rounds_its_state: it takes a state in another dtype than it computes in.
-        description: the choice (name and options) that builds this optimiser again, set by `optimisers.make`.
+        coordinatewise: Whether the rule obeys the law of locality.
+        groupings: Groupings in which its coordinates meet, of "tensors", "rows" and "columns".
+        needs_loss: Whether `update` must be given the loss.
+        rounds_its_state: Whether it takes a state in another dtype than it computes in.
+        description: The choice (name and options) that builds this optimiser again, set by `optimisers.make`.
     """
 
     coordinatewise: bool = True
+    groupings: tuple[str, ...] = ()
+    needs_loss: bool = False
     rounds_its_state: bool = False
     description: Mapping[str, Any] | None = None
 
     @abstractmethod
-    def init(self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None) -> OptimiserState:
-        """The state before the first update, for coordinates [*batch, n] of the dtype and device of `like`."""
+    def init(
+        self,
+        layout: Layout,
+        batch: Sequence[int] = (),
+        *,
+        like: Tensor | None = None,
+        total_steps: int | None = None,
+    ) -> OptimiserState:
+        """The state before the first update.
+
+        Args:
+            layout: Layout of the coordinates.
+            batch: Axes before the coordinates, one row for each run.
+            like: A tensor of the dtype and on the device that the state is to have.
+            total_steps: Number of updates until the end of the run, for rules that know their horizon; None where it is
+                unknown.
+        """
 
     @abstractmethod
     def update(
-        self,
-        grads: Tensor,
-        state: OptimiserState,
-        params: Tensor,
-        loss: Tensor | None = None,
-        after: Params | None = None,
+        self, grads: Tensor, state: OptimiserState, params: Tensor, *, loss: Tensor | None = None
     ) -> tuple[Tensor, OptimiserState]:
         """The update [*batch, n], to be ADDED to the parameters, and the next state.
 
-        Coordinates meet only in what is shared. So a part of them can be updated by itself, with what is shared
-        afterwards given: the result is that part of the whole update.
-
         Args:
-            grads: the gradient of the loss, [*batch, n].
-            state: from `init` or the last update.
-            params: the parameters θ, [*batch, n].
-            loss: [*batch]; only rules that have it among their inputs need it.
-            after: the next state's `shared`, where it is known already; taken as a constant.
+            grads: Gradients of the loss, [*batch, n].
+            state: State from `init` or the last update.
+            params: Parameters θ, [*batch, n].
+            loss: Losses, [*batch]; only rules with `needs_loss` look at it.
         """
 
-    def advance(
-        self,
-        grads: Tensor,
-        state: OptimiserState,
-        params: Tensor,
-        loss: Tensor | None = None,
-        after: Params | None = None,
+    def update_(
+        self, grads: Tensor, state: OptimiserState, params: Tensor, *, loss: Tensor | None = None
     ) -> tuple[Tensor, OptimiserState]:
         """`update` for those who need neither the state they hand over again nor the last result.
 
-        A fast twin overwrites both.
+        A fused optimiser overwrites both.
         """
-        return self.update(grads, state, params, loss, after)
+        return self.update(grads, state, params, loss=loss)
 
     def forward(
-        self,
-        grads: Tensor,
-        state: OptimiserState,
-        params: Tensor,
-        loss: Tensor | None = None,
-        after: Params | None = None,
+        self, grads: Tensor, state: OptimiserState, params: Tensor, *, loss: Tensor | None = None
     ) -> tuple[Tensor, OptimiserState]:
         """`update`, under the name that `torch.func.functional_call` calls."""
-        return self.update(grads, state, params, loss, after)
+        return self.update(grads, state, params, loss=loss)
 
     def phi(self) -> Params:
         """The meta-parameters by name."""
         return dict(self.named_parameters())
 
     def update_with(
-        self,
-        phi: Params,
-        grads: Tensor,
-        state: OptimiserState,
-        params: Tensor,
-        loss: Tensor | None = None,
-        after: Params | None = None,
+        self, phi: Params, grads: Tensor, state: OptimiserState, params: Tensor, *, loss: Tensor | None = None
     ) -> tuple[Tensor, OptimiserState]:
-        """`update` as a function of φ as well: what an unroll differentiates."""
-        result: tuple[Tensor, OptimiserState] = functional_call(self, phi, (grads, state, params, loss, after))
+        """`update` as a function of φ as well: what an estimator differentiates."""
+        given = functional_call(self, phi, (grads, state, params), {"loss": loss})
+        result: tuple[Tensor, OptimiserState] = given
         return result
 
 

@@ -16,8 +16,8 @@ from l2lopt.core.errors import UserError
 from l2lopt.core.registry import Choice
 from l2lopt.core.types import Layout, OptimiserState, Params, seeded
 from l2lopt.optimisers.base import Optimiser, blank, first_step
-from l2lopt.optimisers.inputs import INPUTS, Input, Sight
-from l2lopt.optimisers.rules import RULES, UpdateRule, given, root_mean_square, spread
+from l2lopt.optimisers.inputs import INPUTS, Input, Loss, Sight
+from l2lopt.optimisers.rules import RULES, UpdateRule
 
 
 class Coordinatewise(Optimiser):
@@ -25,9 +25,8 @@ class Coordinatewise(Optimiser):
 
     With x_k the inputs of coordinate k, e = W_e x_k + b_e, (h, s') = cell(e, s), o = W_o h + b_o and the update from
     the rule. A coordinate whose gradient (or its square) is not finite gets the update 0, keeps its state and counts as
-    0 in a statistic; `state.shared["skipped"]` [*batch] counts such events, and `state.shared["statistic"]`
-    [*batch, tensors] is what a rule with a statistic measured at the last update. Per coordinate the state takes the
-    cell's numbers and the inputs' memory (42 for an LSTM of 20 and `rnnprop`'s means).
+    0 in a mean over its tensor; `state.shared["skipped"]` [*batch] counts such events. Per coordinate the state takes
+    the cell's numbers and the inputs' memory (42 for an LSTM of 20 and `rnnprop`'s means).
 
     Args:
         inputs: name → input.
@@ -52,9 +51,12 @@ class Coordinatewise(Optimiser):
             self.head.weight.mul_(head_scale)
             self.head.bias.zero_()
         self.rule = rule
-        self.coordinatewise = not rule.statistic
+        self.groupings = ("tensors",) if rule.statistic else ()
+        self.needs_loss = any(isinstance(item, Loss) for item in inputs.values())
 
-    def init(self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None) -> OptimiserState:
+    def init(
+        self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None, total_steps: int | None = None
+    ) -> OptimiserState:
         """The cell's initial state and empty memories: one coordinate's, expanded to all, which takes no memory."""
         zero = blank(Layout(("any",), ((1,),)), batch, like)
         one = {f"{name}.{key}": zero.clone() for name, item in self._inputs().items() for key in item.memory}
@@ -63,22 +65,15 @@ class Coordinatewise(Optimiser):
         one |= {f"rule.{key}": zero.clone() for key in self.rule.memory}
         coordinates = {key: value.expand(*value.shape[:-1], layout.size) for key, value in one.items()}
         shared = {"step": first_step(zero), "skipped": zero.new_zeros(tuple(batch), dtype=torch.int64)}
-        if self.rule.statistic:
-            shared["statistic"] = zero.new_zeros(*batch, len(layout.names))
-        return OptimiserState(layout, coordinates, shared)
+        return OptimiserState(layout, coordinates, {}, shared)
 
     def update(
-        self,
-        grads: Tensor,
-        state: OptimiserState,
-        params: Tensor,
-        loss: Tensor | None = None,
-        after: Params | None = None,
+        self, grads: Tensor, state: OptimiserState, params: Tensor, *, loss: Tensor | None = None
     ) -> tuple[Tensor, OptimiserState]:
         """One step of the network for every coordinate; about 60 small tensor operations whatever n is."""
         finite = grads.square().isfinite()  # the inputs square it
         step = state.shared["step"] + 1
-        sight = Sight(grads.where(finite, 0.0), params, step, loss)
+        sight = Sight(grads.where(finite, 0.0), params, step, loss, state.layout, finite)
         features: dict[str, Tensor] = {}
         coordinates: dict[str, Tensor] = {}
         for name, item in self._inputs().items():
@@ -88,20 +83,12 @@ class Coordinatewise(Optimiser):
         h, memory = self.cell(x, _part(state.coordinates, "cell"))
         coordinates |= {f"cell.{key}": value for key, value in memory.items()}
         outputs = affine(self.head.bias, (self.head.weight, h))
-        shared = {"step": step, "skipped": state.shared["skipped"] + (~finite).sum(-1)}
-
-        def measure(values: Tensor) -> Tensor:
-            values = values.where(finite, 0.0)
-            if after is not None:
-                return given(values, state.layout, after, self.rule.by_fan_in)
-            shared["statistic"] = root_mean_square(values, state.layout, self.rule.by_fan_in)
-            return spread(shared["statistic"], state.layout)
-
-        update, memory = self.rule(outputs, features, sight, _part(state.coordinates, "rule"), measure)
+        update, memory = self.rule(outputs, features, sight, _part(state.coordinates, "rule"))
         coordinates |= {f"rule.{key}": value for key, value in memory.items()}
         # In the state's own order, which is what a checkpoint's places go by.
         kept = {key: torch.where(finite, coordinates[key], value) for key, value in state.coordinates.items()}
-        return update.where(finite, 0.0), OptimiserState(state.layout, kept, shared if after is None else after)
+        shared = {"step": step, "skipped": state.shared["skipped"] + (~finite).sum(-1)}
+        return update.where(finite, 0.0), OptimiserState(state.layout, kept, {}, shared)
 
     def _inputs(self) -> dict[str, Input]:
         return dict(self.inputs.items())  # type: ignore[arg-type]  # a ModuleDict forgets what its modules are

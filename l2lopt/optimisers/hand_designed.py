@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from l2lopt.core.errors import UserError, at_least_0
-from l2lopt.core.types import Layout, OptimiserState, Params
+from l2lopt.core.types import Layout, OptimiserState
 from l2lopt.optimisers.base import Optimiser, blank, first_step
 from l2lopt.optimisers.schedules import warm_up_cosine
 
@@ -28,17 +28,14 @@ class SGD(Optimiser):
         super().__init__()
         self.lr = positive(lr)
 
-    def init(self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None) -> OptimiserState:
+    def init(
+        self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None, total_steps: int | None = None
+    ) -> OptimiserState:
         """No state."""
-        return OptimiserState(layout, {}, {})
+        return OptimiserState(layout, {}, {}, {})
 
     def update(
-        self,
-        grads: Tensor,
-        state: OptimiserState,
-        params: Tensor,
-        loss: Tensor | None = None,
-        after: Params | None = None,
+        self, grads: Tensor, state: OptimiserState, params: Tensor, *, loss: Tensor | None = None
     ) -> tuple[Tensor, OptimiserState]:
         """−η g."""
         return -rows(self.lr, grads) * grads, state
@@ -56,17 +53,14 @@ class Momentum(Optimiser):
         super().__init__()
         self.lr, self.momentum = positive(lr), share("momentum", momentum)
 
-    def init(self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None) -> OptimiserState:
+    def init(
+        self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None, total_steps: int | None = None
+    ) -> OptimiserState:
         """The state v = 0."""
-        return OptimiserState(layout, {"velocity": blank(layout, batch, like)}, {})
+        return OptimiserState(layout, {"velocity": blank(layout, batch, like)}, {}, {})
 
     def update(
-        self,
-        grads: Tensor,
-        state: OptimiserState,
-        params: Tensor,
-        loss: Tensor | None = None,
-        after: Params | None = None,
+        self, grads: Tensor, state: OptimiserState, params: Tensor, *, loss: Tensor | None = None
     ) -> tuple[Tensor, OptimiserState]:
         """−η v'."""
         velocity = self.momentum * state.coordinates["velocity"] + grads
@@ -106,18 +100,15 @@ class AdamW(Optimiser):
             remedy = "shorten the warm-up"
             raise UserError("adamw: total", expected=f"at least warm_up = {warm_up}", found=str(total), remedy=remedy)
 
-    def init(self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None) -> OptimiserState:
+    def init(
+        self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None, total_steps: int | None = None
+    ) -> OptimiserState:
         """The state m = v = 0."""
         m, v = blank(layout, batch, like), blank(layout, batch, like)
-        return OptimiserState(layout, {"m": m, "v": v}, {"step": first_step(m)})
+        return OptimiserState(layout, {"m": m, "v": v}, {}, {"step": first_step(m)})
 
     def update(
-        self,
-        grads: Tensor,
-        state: OptimiserState,
-        params: Tensor,
-        loss: Tensor | None = None,
-        after: Params | None = None,
+        self, grads: Tensor, state: OptimiserState, params: Tensor, *, loss: Tensor | None = None
     ) -> tuple[Tensor, OptimiserState]:
         """−η_t (m̂ / (√v̂ + ε) + λ θ)."""
         step = state.shared["step"]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from l2lopt.core.errors import UserError, above_0
-from l2lopt.core.types import Params
+from l2lopt.core.layout import Layout, Params
 from l2lopt.optimisers.hand_designed import share, two_shares, unbias
 
 
@@ -20,16 +20,24 @@ class Sight(NamedTuple):
         params: θ, [*batch, n].
         step: the number of this update, counted from 1.
         loss: [*batch], or None where the caller has none.
+        layout: Layout of the coordinates, for means over groups and functions of whole tensors.
+        finite: Whether the gradient is, [*batch, n]; where it is not, `grads` is 0.
     """
 
     grads: Tensor
     params: Tensor
     step: Tensor
     loss: Tensor | None
+    layout: Layout
+    finite: Tensor
 
 
 class Input(nn.Module, ABC):
     """One kind of input.
+
+    What an input gives a coordinate may depend on other coordinates through `sight.layout` only: through means over
+    groups, or through `sight.layout.whole(name, function, values)` for a function of whole tensors. That is recorded
+    for backpropagation block by block, and a constant there.
 
     Attributes:
         size: features per coordinate.

@@ -2,14 +2,15 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from l2lopt.core.errors import above_0, at_least_0
-from l2lopt.core.types import Layout, OptimiserState, Params
+from l2lopt.core.types import Layout, OptimiserState
 from l2lopt.optimisers.base import Optimiser, blank, first_step
 from l2lopt.optimisers.hand_designed import Rate, positive, rows
 from l2lopt.optimisers.inputs import RNNprop, Sight
-from l2lopt.optimisers.rules import root_mean_square, spread
+from l2lopt.optimisers.rules import root_mean_square
 
 
 class NormalisedAdam(Optimiser):
@@ -28,6 +29,8 @@ class NormalisedAdam(Optimiser):
         by_fan_in: False puts r at 1.
     """
 
+    groupings = ("tensors",)
+
     def __init__(
         self,
         lr: Rate = 0.1,
@@ -38,31 +41,27 @@ class NormalisedAdam(Optimiser):
         by_fan_in: bool = True,
     ) -> None:
         super().__init__()
-        self.coordinatewise = False
         self.lr, self.horizon, self.weight_decay, self.by_fan_in = positive(lr), horizon, weight_decay, by_fan_in
         above_0("normalised-adam", horizon=horizon)
         at_least_0("normalised-adam", weight_decay=weight_decay)
         self.direction = RNNprop(betas, eps)
 
-    def init(self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None) -> OptimiserState:
+    def init(
+        self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None, total_steps: int | None = None
+    ) -> OptimiserState:
         """The state m = v = 0."""
         m, v = blank(layout, batch, like), blank(layout, batch, like)
-        shared = {"step": first_step(m), "statistic": m.new_zeros(*batch, len(layout.names))}
-        return OptimiserState(layout, {"m": m, "v": v}, shared)
+        return OptimiserState(layout, {"m": m, "v": v}, {}, {"step": first_step(m)})
 
     def update(
-        self,
-        grads: Tensor,
-        state: OptimiserState,
-        params: Tensor,
-        loss: Tensor | None = None,
-        after: Params | None = None,
+        self, grads: Tensor, state: OptimiserState, params: Tensor, *, loss: Tensor | None = None
     ) -> tuple[Tensor, OptimiserState]:
         """η_t·(r·d / RMS(d) − λ θ)."""
         step = state.shared["step"] + 1
-        (mean, _), memory = self.direction(Sight(grads, params, step, loss), state.coordinates)
-        if after is None:
-            after = {"step": step, "statistic": root_mean_square(mean, state.layout, self.by_fan_in)}
+        (mean, _), memory = self.direction(
+            Sight(grads, params, step, loss, state.layout, torch.ones_like(grads, dtype=torch.bool)), state.coordinates
+        )
         rate = rows(self.lr, grads) / (1 + (step - 1).to(grads.dtype) / self.horizon)
-        update = -rate * (mean / spread(after["statistic"], state.layout) + self.weight_decay * params)
-        return update, OptimiserState(state.layout, memory, after)
+        scale = root_mean_square(mean, state.layout, self.by_fan_in)
+        update = -rate * (mean / state.layout.tensors.spread(scale) + self.weight_decay * params)
+        return update, OptimiserState(state.layout, memory, {}, {"step": step})

@@ -1,21 +1,19 @@
 """How a learned rule turns its network's outputs into an update."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
 from l2lopt.core.errors import above_0, at_least_0
-from l2lopt.core.types import Layout, Params
+from l2lopt.core.layout import Layout, Params
 from l2lopt.optimisers.inputs import Sight
-
-Measure: TypeAlias = Callable[[Tensor], Tensor]
-"""[*batch, n] → the rule's statistic of the tensor that each coordinate lies in, [*batch, n]."""
 
 EPS = 1e-12
 """The least root mean square."""
+DIRECTION = "direction"
+"""Name of the mean square of each tensor's directions."""
 
 
 class UpdateRule(nn.Module, ABC):
@@ -38,7 +36,7 @@ class UpdateRule(nn.Module, ABC):
 
     @abstractmethod
     def forward(
-        self, outputs: Tensor, features: Mapping[str, Tensor], sight: Sight, memory: Params, measure: Measure
+        self, outputs: Tensor, features: Mapping[str, Tensor], sight: Sight, memory: Params
     ) -> tuple[Tensor, Params]:
         """The update [*batch, n] and the memory after it.
 
@@ -47,7 +45,6 @@ class UpdateRule(nn.Module, ABC):
             features: each input's by its name, [size, *batch, n].
             sight: gradient, θ, step and loss.
             memory: the running values by name.
-            measure: takes the statistic; a replay of some of the coordinates gives what was measured on all.
         """
 
 
@@ -65,7 +62,7 @@ class Additive(UpdateRule):
         self.step_size = step_size
 
     def forward(
-        self, outputs: Tensor, features: Mapping[str, Tensor], sight: Sight, memory: Params, measure: Measure
+        self, outputs: Tensor, features: Mapping[str, Tensor], sight: Sight, memory: Params
     ) -> tuple[Tensor, Params]:
         """s·o."""
         return self.step_size * outputs[0], memory
@@ -110,12 +107,13 @@ class DirectionAndMagnitude(UpdateRule):
         self.log_scale = nn.Parameter(torch.zeros(()))
 
     def forward(
-        self, outputs: Tensor, features: Mapping[str, Tensor], sight: Sight, memory: Params, measure: Measure
+        self, outputs: Tensor, features: Mapping[str, Tensor], sight: Sight, memory: Params
     ) -> tuple[Tensor, Params]:
-        """S_t·(r·d / RMS(d) − λ θ), r among what is measured."""
+        """S_t·(r·d / RMS(d) − λ θ)."""
         direction = outputs[0] - features["rnnprop"][0] if self.needs else outputs[0]
         direction = direction * outputs[1].exp()
-        direction = direction / measure(direction)
+        scale = root_mean_square(direction.where(sight.finite, 0.0), sight.layout, self.by_fan_in)
+        direction = direction / sight.layout.tensors.spread(scale)
         steps = (sight.step - 1).to(direction.dtype)
         scale = self.step_size * torch.exp(10 * self.log_scale) / (1 + steps / self.horizon)
         return scale * (direction - self.weight_decay * sight.params), memory
@@ -142,7 +140,7 @@ class Gated(UpdateRule):
         self.weight_gates = nn.Parameter(torch.zeros(2))
 
     def forward(
-        self, outputs: Tensor, features: Mapping[str, Tensor], sight: Sight, memory: Params, measure: Measure
+        self, outputs: Tensor, features: Mapping[str, Tensor], sight: Sight, memory: Params
     ) -> tuple[Tensor, Params]:
         """−(1 − f)∘θ − i∘g."""
         f, i = (
@@ -168,7 +166,7 @@ class Bounded(UpdateRule):
         self.step_size = step_size
 
     def forward(
-        self, outputs: Tensor, features: Mapping[str, Tensor], sight: Sight, memory: Params, measure: Measure
+        self, outputs: Tensor, features: Mapping[str, Tensor], sight: Sight, memory: Params
     ) -> tuple[Tensor, Params]:
         """s·tanh o."""
         return self.step_size * torch.tanh(outputs[0]), memory
@@ -177,46 +175,13 @@ class Bounded(UpdateRule):
 def root_mean_square(values: Tensor, layout: Layout, by_fan_in: bool = False) -> Tensor:
     """The root mean square (at least `EPS`) of each tensor's coordinates: [*batch, n] to [*batch, tensors].
 
-    With `by_fan_in` it is multiplied by the root of the tensor's fan-in.
+    Args:
+        values: Directions, [*batch, n].
+        layout: Layout of the coordinates.
+        by_fan_in: Whether to multiply by the root of the tensor's fan-in.
     """
-    squares = torch.stack([part.square().sum(-1) for part in layout.split(values)], dim=-1)
-    found = (layout.means(squares) + EPS**2).sqrt()
-    return found * found.new_tensor(layout.fan_ins).sqrt() if by_fan_in else found
-
-
-class _Pulled(torch.autograd.Function):
-    """A statistic whose slope is known: (pull − own·p) · slope for each coordinate, p what comes from above."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, statistic: Tensor, slope: Tensor, pull: Tensor, own: Tensor) -> Tensor:
-        ctx.save_for_backward(slope, pull, own)
-        return statistic.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor, None, None, None, None]:
-        slope, pull, own = ctx.saved_tensors
-        return (pull - own * above[0]) * slope, None, None, None, None
-
-
-def given(values: Tensor, layout: Layout, shared: Params, by_fan_in: bool = False) -> Tensor:
-    """`spread(root_mean_square(…))` of a whole vector, known already, for a part of it.
-
-    It is a constant unless `shared` has a "pull", see `types.Replay`: then ∂(meta-loss)/∂w_i by way of the statistic
-    R_k = c_k √(Σ w²/n) is (pull_k − own_k p_i)·n·∂R_k/∂w_i, and n·∂R_k/∂w_i = c_k² w_i / R_k.
-    """
-    statistic = spread(shared["statistic"], layout)
-    if "pull" not in shared:
-        return statistic
-    squares = torch.tensor(layout.fan_ins if by_fan_in else 1).to(values)
-    slope = spread(squares / shared["statistic"], layout) * values.detach()
-    pull, own = (spread(shared[name], layout) for name in ("pull", "own"))
-    return _Pulled.apply(values, statistic, slope, pull, own)  # type: ignore[no-any-return]
-
-
-def spread(statistic: Tensor, layout: Layout) -> Tensor:
-    """A number per tensor [*batch, tensors] to each of its coordinates, [*batch, n]."""
-    sizes = torch.tensor(layout.sizes, device=statistic.device)
-    return statistic.repeat_interleave(sizes, dim=-1, output_size=layout.size)
+    found = (layout.tensors.mean(DIRECTION, values.square()) + EPS**2).sqrt()
+    return found * layout.tensors.each(layout.fan_ins, found).sqrt() if by_fan_in else found
 
 
 RULES: Mapping[str, type[UpdateRule]] = {

@@ -1,6 +1,7 @@
 """Step-size schedules as multipliers of the rate."""
 
 import math
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 import torch
@@ -31,3 +32,14 @@ def warm_up_then(shape: Shape, step: Tensor, warm_up: int, total: int | None, fi
 def warm_up_cosine(step: Tensor, warm_up: int, total: int | None) -> Tensor:
     """`warm_up_then` along a half cosine to 0."""
     return warm_up_then("cosine", step, warm_up, total)
+
+
+def multiplier(shape: Shape, step: int, warm_up: int, total: int | None, final: float = 0.0) -> float:
+    """`warm_up_then` for one step, as a number: what a training loop multiplies its rate by."""
+    return float(warm_up_then(shape, torch.tensor(step), warm_up, total, final))
+
+
+def set_rates(optimizer: torch.optim.Optimizer, rates: Sequence[float]) -> None:
+    """Gives every parameter group of a `torch.optim.Optimizer` its rate, in the order of the groups."""
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate

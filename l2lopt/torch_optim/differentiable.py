@@ -11,9 +11,10 @@ from l2lopt.core.errors import UserError
 from l2lopt.core.types import Layout, OptimiserState, Params
 from l2lopt.estimators.higher import library
 from l2lopt.optimisers import Optimiser
-from l2lopt.torch_optim.flat_vectors import compute_dtype, ravelled
+from l2lopt.torch_optim.flat_vectors import compute_dtype
 from l2lopt.torch_optim.options import names_of
 from l2lopt.torch_optim.partition import fan_ins_of, partition
+from l2lopt.torch_optim.state_parts import arrays_of, shared_or_initial, with_arrays
 
 higher = library()
 Base: Any = higher.optim.DifferentiableOptimizer
@@ -86,7 +87,7 @@ class Differentiable(Base):  # type: ignore[misc]  # higher has no types
         rule = group["weights"] if isinstance(group["weights"], Optimiser) else self._rules[group["weights"]]
         phi = {name: value.to(theta) for name, value in rule.phi().items()}
         before = _joined(params, chosen, rule.init(layout, like=theta))
-        update, state = rule.update_with(phi, flat, before, theta, loss)
+        update, state = rule.update_with(phi, flat, before, theta, loss=loss)
         _split(state, torch.bfloat16 if group["state_dtype"] == "bfloat16" else dtype, chosen)
         if group["max_update"] is not None:
             update = update.clamp(-group["max_update"], group["max_update"])
@@ -96,22 +97,21 @@ class Differentiable(Base):  # type: ignore[misc]  # higher has no types
 
 def _joined(params: Params, states: Sequence[dict[str, Any]], initial: OptimiserState) -> OptimiserState:
     """The states of several parameters as the state of their flat vector; `initial` where they have none."""
-    coordinates, shared = dict(initial.coordinates), dict(initial.shared)
-    for key, value in coordinates.items():
-        if key in states[0]:
-            saved = zip(states, params.values(), initial.layout.sizes, strict=True)
-            parts = [ravelled(state[key], param, size) for state, param, size in saved]
-            coordinates[key] = torch.cat(parts, -1).to(value)
-    for key, value in shared.items():
-        shared[key] = torch.as_tensor(states[0].get(key, value), dtype=value.dtype, device=value.device)
-    return initial._replace(coordinates=coordinates, shared=shared)
+    arrays = {}
+    for array in arrays_of(initial):
+        arrays[array.name] = array.value
+        if array.name in states[0]:
+            saved = [state[array.name] for state in states]
+            arrays[array.name] = array.join(initial.layout, saved, list(params.values())).to(array.value)
+    shared = {name: shared_or_initial(states[0].get(name), value) for name, value in initial.shared.items()}
+    return with_arrays(initial, arrays, shared)
 
 
 def _split(state: OptimiserState, dtype: torch.dtype, states: Sequence[dict[str, Any]]) -> None:
-    """Writes each parameter's part of a state, [features…, *p.shape], and the shared tensors into `states`."""
-    for key, value in state.coordinates.items():
-        parts = state.layout.split(value.to(dtype))
-        for own, part, shape in zip(states, parts, state.layout.shapes, strict=True):
-            own[key] = part.view(*part.shape[:-1], *shape)
+    """Writes each parameter's part of a state and the shared tensors into `states`; `dtype` is per coordinate."""
+    for array in arrays_of(state):
+        stored = array._replace(value=array.value.to(dtype)) if array.kind == "coordinates" else array
+        for own, part in zip(states, stored.split(state.layout), strict=True):
+            own[array.name] = part
     for own in states:
         own.update(state.shared)

@@ -9,20 +9,20 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from l2lopt.core.errors import UserError
-from l2lopt.core.types import Layout, OptimiserState, Params
+from l2lopt.core.types import OptimiserState, Params
 from l2lopt.optimisers import Optimiser
 from l2lopt.torch_optim import sharding
-
-BLOCK = 2**16
-"""Coordinates of a block, where the state is stored in another dtype than the rule computes in."""
+from l2lopt.torch_optim.blocks import Block, blocks_of, update_in_blocks_
+from l2lopt.torch_optim.state_check import OBSOLETE
+from l2lopt.torch_optim.state_parts import AXES, arrays_of, shared_or_initial, with_arrays
 
 
 class FlatVector:
     """Parameters of one `sharding.kind` as a flat vector of n coordinates, with the state of one or more rules.
 
-    Each array of a state is one buffer for all parameters, so that a rule can work in place. `state[p]` holds a view of
-    it, shaped (features…, *p.shape), and the tensors that all coordinates share, such as the step count. Rules work in
-    float32, for float64 parameters in float64.
+    Each array of a state is one buffer for all parameters, so that a rule can work in place. `state[p]` holds views of
+    the columns that belong to p (see `state_parts`), and the tensors that all coordinates share, such as the step
+    count. Rules work in float32, for float64 parameters in float64.
 
     Of parameters that are distributed over processes the vector holds this process's parts. The views have the
     placements of the parameters; shared tensors belong to the whole parameters and are equal in every process.
@@ -46,6 +46,7 @@ class FlatVector:
         self._is_distributed = sharding.is_distributed(self.params[0])
         self._shown: list[Params] = [{} for _ in self.params]  # the tensors that this vector has put into `states`
         self._buffers: dict[str, OptimiserState] = {}  # by prefix
+        self._blocks: dict[str, list[Block]] = {}  # by prefix
 
     def is_current(self, params: Sequence[Tensor], states: Sequence[dict[str, Any]]) -> bool:
         """Whether the vector consists of exactly these parameters, and nobody has replaced a tensor in their states."""
@@ -79,7 +80,7 @@ class FlatVector:
         """The parameters, or this process's parts of them."""
         return [sharding.local(param) for param in self.params] if self._is_distributed else self.params
 
-    def advance(
+    def update_(
         self, rule: Optimiser, prefix: str, dtype: torch.dtype, grads: Tensor, theta: Tensor, loss: Tensor | None
     ) -> Tensor:
         """The rule's update [n]; its state changes in place.
@@ -87,129 +88,74 @@ class FlatVector:
         Args:
             rule: Rule that computes the update.
             prefix: First part of the names of the rule's state in `state[p]`.
-            dtype: Dtype that the state is stored in.
+            dtype: Dtype that the state per coordinate is stored in; the state per group has the dtype of `grads`.
             grads: Gradients, [n].
             theta: Parameters θ, [n].
             loss: Loss at θ, a scalar; None where the rule does not use it.
 
         Raises:
-            UserError: Sharded parameters, and a rule whose coordinates meet in something else than a statistic.
+            UserError: Sharded parameters, and a rule whose coordinates meet otherwise than in means over groups.
         """
         if prefix not in self._buffers:
             self._buffers[prefix] = self._join(rule, prefix, dtype, grads)
         state, shards = self._buffers[prefix], self.layout.shards
         if dtype == grads.dtype or rule.rounds_its_state:
-            update, after = rule.advance(grads, state, theta, loss)
+            update, after = rule.update_(grads, state, theta, loss=loss)
             shared = after.shared
-            _copy(after.coordinates, state.coordinates)
+            _store(after.coordinates, state.coordinates)
+            for kind, buffers in state.groups.items():
+                _store(after.groups[kind], buffers)
         else:
-            update, shared = _advance_in_blocks(rule, state, grads, theta, loss)
+            if prefix not in self._blocks:
+                self._blocks[prefix] = blocks_of(self.layout, rule, grads)
+            update, shared = update_in_blocks_(rule, self._blocks[prefix], state, grads, theta, loss)
         if shards is not None and "skipped" in shared:
             before = state.shared["skipped"]
             shared = {**shared, "skipped": before + shards.total(shared["skipped"] - before)}
-        _copy(shared, state.shared)
+        _store(shared, state.shared)
         return update
 
     def _join(self, rule: Optimiser, prefix: str, dtype: torch.dtype, like: Tensor) -> OptimiserState:
         """The state in `states`, or the rule's initial state, as buffers; `states` get views of them."""
         initial = rule.init(self.layout, like=like)
-        if self.layout.shards is not None and not rule.coordinatewise and "statistic" not in initial.shared:
+        if self.layout.shards is not None and not rule.coordinatewise:
             found, remedy = type(rule).__name__, "choose a coordinatewise rule, or do not shard its parameters"
-            expected = "a rule whose coordinates meet in a statistic only"
+            expected = "a rule whose coordinates meet in means over groups only"
             raise UserError("sharded parameters", expected=expected, found=found, remedy=remedy)
-        coordinates = {}
-        for key, value in initial.coordinates.items():
-            name = prefix + key
+        buffers = {}
+        for array in arrays_of(initial):
+            name, stored = prefix + array.name, dtype if array.kind == "coordinates" else array.value.dtype
             if name in self.states[0]:
-                saved = zip(self.states, self.params, self.layout.sizes, strict=True)
-                parts = [ravelled(state[name], param, size) for state, param, size in saved]
-                flat = torch.cat(parts, dim=-1).to(dtype)
+                value = array.join(self.layout, [state[name] for state in self.states], self.params).to(stored)
             else:
-                flat = torch.empty(value.shape, dtype=dtype, device=like.device).copy_(value)
-            coordinates[key] = flat
-            for index, part in enumerate(self.layout.split(flat)):
-                view = part.view((*part.shape[:-1], *self.layout.shapes[index]))
-                self._show(index, name, sharding.as_parameter(view, self.params[index]))
-        shared = {key: _taken_over(self.states[0].get(prefix + key), value) for key, value in initial.shared.items()}
-        for index in range(len(self.params)):
-            for key, value in shared.items():
-                self._show(index, prefix + key, value)
-        return OptimiserState(self.layout, coordinates, shared)
+                value = torch.empty(array.value.shape, dtype=stored, device=like.device).copy_(array.value)
+            buffers[array.name] = value
+            for index, part in enumerate(array._replace(value=value).split(self.layout)):
+                self._show(index, name, sharding.as_parameter(part, self.params[index], AXES[array.kind]))
+        saved = self.states[0]
+        shared = {name: shared_or_initial(saved.get(prefix + name), value) for name, value in initial.shared.items()}
+        for index, state in enumerate(self.states):
+            for name in OBSOLETE:
+                state.pop(prefix + name, None)
+            for name, value in shared.items():
+                self._show(index, prefix + name, value)
+        return with_arrays(initial, buffers, shared)
 
     def _show(self, index: int, name: str, value: Tensor) -> None:
         """Puts a tensor into `state[p]` of one parameter."""
         self._shown[index][name] = self.states[index][name] = value
 
 
-def _copy(values: Params, buffers: Params) -> None:
+def _store(values: Params, buffers: Params) -> None:
     """Writes the next state into the buffers, where the rule has not worked in place."""
-    for key, value in values.items():
-        if value is not buffers[key]:
-            buffers[key].copy_(value)
-
-
-def _taken_over(saved: Any, initial: Tensor) -> Tensor:
-    """A saved shared tensor in new memory; the initial one if none is saved.
-
-    A statistic per tensor that was saved for another number of tensors is of no use, nor needed: it is an output.
-    """
-    buffer = initial.clone()
-    if saved is not None:
-        value = torch.as_tensor(saved, dtype=initial.dtype, device=initial.device)
-        return buffer.copy_(value) if value.shape == initial.shape else buffer
-    return buffer
-
-
-def _advance_in_blocks(
-    rule: Optimiser, state: OptimiserState, grads: Tensor, theta: Tensor, loss: Tensor | None
-) -> tuple[Tensor, Params]:
-    """The update [n] and the shared tensors after it; only one block of the state is in the rule's dtype at once."""
-    updates, results = [], list[Params]()
-    for low, high, layout in blocks_of(state.layout, rule, state):
-        block = {key: value[..., low:high].to(grads.dtype) for key, value in state.coordinates.items()}
-        before = dict(results[-1] if results else state.shared)  # "skipped" counts on from block to block,
-        before |= {key: value for key, value in state.shared.items() if key == "step"}  # "step" does not
-        given = OptimiserState(layout, block, before)
-        update, after = rule.advance(grads[low:high], given, theta[low:high], loss)
-        updates.append(update.clone())  # a fused rule overwrites its last result
-        results.append(after.shared)
-        for key, value in after.coordinates.items():
-            state.coordinates[key][..., low:high] = value
-    shared = dict(results[-1])
-    if "statistic" in shared:
-        shared["statistic"] = torch.cat([result["statistic"] for result in results], dim=-1)
-    return torch.cat(updates), shared
-
-
-def blocks_of(layout: Layout, rule: Optimiser, state: OptimiserState) -> list[tuple[int, int, Layout]]:
-    """The blocks of a vector on which `rule` gives the same as on the whole: first coordinate, end and layout of each.
-
-    A block has `BLOCK` coordinates. For a rule with a statistic over each tensor it goes on to the end of a tensor.
-    """
-    if rule.coordinatewise:
-        bounds = [(low, min(low + BLOCK, layout.size)) for low in range(0, max(layout.size, 1), BLOCK)]
-        return [(low, high, layout.between(low, high)) for low, high in bounds]
-    if "statistic" not in state.shared:
-        return [(0, layout.size, layout)]
-    shards = layout.shards
-    whole = layout.sizes if shards is None else shards.sizes  # every process cuts between the same tensors
-    blocks, first, low, high, count = [], 0, 0, 0, 0
-    for end, (size, counted) in enumerate(zip(layout.sizes, whole, strict=True), 1):
-        high, count = high + size, count + counted
-        if count >= BLOCK or end == len(layout.names):
-            blocks.append((low, high, layout.part(first, end)))
-            first, low, count = end, high, 0
-    return blocks
+    for name, buffer in buffers.items():
+        if values[name] is not buffer:
+            buffer.copy_(values[name])
 
 
 def compute_dtype(param: Tensor) -> torch.dtype:
     """The dtype in which rules work on a parameter."""
     return torch.float64 if param.dtype == torch.float64 else torch.float32
-
-
-def ravelled(value: Tensor, param: Tensor, size: int) -> Tensor:
-    """A state tensor [features…, *p.shape] as [features…, size], with the coordinates of this process's part of p."""
-    return sharding.local(value, param).reshape(*value.shape[: value.dim() - param.dim()], size)
 
 
 def _flattened(tensors: Sequence[Tensor]) -> Tensor:

@@ -14,14 +14,13 @@ from torch.optim.optimizer import ParamsT
 
 from l2lopt import kernels, optimisers
 from l2lopt.core.errors import UserError
-from l2lopt.core.types import Layout
 from l2lopt.optimisers import Optimiser
-from l2lopt.optimisers.inputs import Loss
 from l2lopt.torch_optim import sharding
 from l2lopt.torch_optim.differentiable import Differentiable, higher
 from l2lopt.torch_optim.flat_vectors import FlatVector, compute_dtype
-from l2lopt.torch_optim.options import check_gradients, check_options, names_of
+from l2lopt.torch_optim.options import check_gradients, check_options
 from l2lopt.torch_optim.partition import vectors_of
+from l2lopt.torch_optim.state_check import check_rules, check_shapes
 from l2lopt.torch_optim.state_dict import restore
 from l2lopt.weights import files
 
@@ -51,8 +50,9 @@ class LearnedOptimizer(torch.optim.Optimizer):
         True
 
     *State.* The parameters of a group form one flat vector (see `flat_vectors`). `state[p]` contains the part of the
-    state that belongs to p, as views shaped (features…, *p.shape); the tensors that all coordinates share, such as
-    "step"; and "vector", the number of p's flat vector. A parameter without a gradient is not updated, and neither is
+    state that belongs to p: per coordinate as views shaped (features…, *p.shape), per tensor, row or column under
+    "tensors.…", "rows.…" or "columns.…" (see `state_parts`); the tensors that all coordinates share, such as "step";
+    and "vector", the number of p's flat vector. A parameter without a gradient is not updated, and neither is
     its state, not even its step count. The parameters that step without it form a flat vector of their own from then
     on. `param_groups` and `state_dict()` contain tensors and plain values only: a group's "weights" is the hash of its
     rule.
@@ -81,9 +81,10 @@ class LearnedOptimizer(torch.optim.Optimizer):
         max_update: Largest size of a coordinate of u, before lr; None sets no bound.
         fallback: Hand-designed rule by name (with lr 0.001), by choice, or as an optimiser. A group whose own rule is
             hand-designed has no fallback unless it sets one.
-        state_dtype: Dtype of the rule's state between steps: "float32" (float64 for float64 parameters), or "bfloat16",
-            rounded at each step; running means with β above 0.996 may stop moving in it. A step then needs the float32
-            state of `flat_vectors.BLOCK` coordinates at once, or of a whole tensor for a rule with a statistic.
+        state_dtype: Dtype of the rule's state per coordinate between steps: "float32" (float64 for float64 parameters),
+            or "bfloat16", rounded at each step; running means with β above 0.996 may stop moving in it. A step then
+            needs the float32 state of `blocks.BLOCK` coordinates at once, or of a whole tensor for a rule whose
+            coordinates meet.
         capturable: Refused; for the signature of torch's optimisers.
 
     Raises:
@@ -120,12 +121,8 @@ class LearnedOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Continues from a copy or a state dict; the state of other rules is refused before anything changes."""
         for group, saved in zip(self.__dict__.get("param_groups", []), state["param_groups"], strict=False):
-            for key in ("weights", "fallback"):
-                if saved.get(key) != group[key]:
-                    expected, found = f"the state of {key} {group[key]}", f"that of {key} {saved.get(key)}"
-                    remedy = "make the optimiser with the rules it was saved with, or begin without its state"
-                    raise UserError("load_state_dict", expected=expected, found=found, remedy=remedy)
-            self._check_state(group, state["state"])
+            check_rules(group, saved, self._rules, state["state"])
+            check_shapes(group, self._rules, state["state"])
         super().__setstate__(state)
         for group, (key, value) in product(self.param_groups, self.defaults.items()):
             group.setdefault(key, value)  # an older release had fewer options
@@ -182,6 +179,9 @@ class LearnedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continues the run that `state_dict` was saved in, to the bit; `state_dict` is not changed.
 
+        A state of the first releases has hashes that cannot be compared with those of today. It is checked that rules
+        like these have such a state, and trusted that their φ was the same.
+
         Raises:
             UserError: The state belongs to other rules; the message has both hashes.
         """
@@ -219,19 +219,6 @@ class LearnedOptimizer(torch.optim.Optimizer):
         choice = {"name": fallback, "lr": 1e-3} if isinstance(fallback, str) else dict(fallback)
         return self._rule_id(optimisers.build(choice, optimisers.HANDMADE))
 
-    def _check_state(self, group: Mapping[str, Any], state: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """Refuses a state that does not have the names and shapes of the group's rules and parameters."""
-        for prefix, rule_id in (("", group["weights"]), ("fallback.", group["fallback"])):
-            keys = self._rules[rule_id].init(Layout(("one",), ((1,),))).coordinates if rule_id else ()
-            for name, param in zip(names_of(group), group["params"], strict=True):
-                saved = state.get(param, {})
-                shapes = {key: tuple(saved[prefix + key].shape) for key in keys if prefix + key in saved}
-                fit = all(shape[len(shape) - param.dim() :] == param.shape for shape in shapes.values())
-                if shapes and not (fit and len(shapes) == len(keys)):
-                    expected, found = f"{', '.join(keys)} [..., *{list(param.shape)}]", str(shapes)
-                    remedy = "give it the state of this model"
-                    raise UserError(f"load_state_dict: {name}", expected=expected, found=found, remedy=remedy)
-
     def _clear_cache(self) -> None:
         """Drops everything that can be made again from `state` and the rules."""
         self._vectors: dict[int, dict[int, FlatVector]] = {}
@@ -239,7 +226,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
 
     def _loss(self, loss: Tensor | float | None) -> Tensor | None:
         """The loss as a scalar, averaged over the processes of sharded parameters; None if nothing uses it."""
-        users = [group for group in self.param_groups if _needs_loss(self._rules[group["weights"]])]
+        users = [group for group in self.param_groups if self._rules[group["weights"]].needs_loss]
         if loss is None:
             if any(group["lr"] != 0 for group in users):  # at 0, distributed checkpoints create the initial state
                 expected, remedy = "the loss of this step", "call step(loss=…) or step(closure)"
@@ -272,12 +259,12 @@ class LearnedOptimizer(torch.optim.Optimizer):
         update = None
         if not group["fallen_back"]:
             dtype = torch.bfloat16 if group["state_dtype"] == "bfloat16" else grads.dtype
-            update = vector.advance(self._rule(group["weights"], vector), "", dtype, grads, theta, loss)
+            update = vector.update_(self._rule(group["weights"], vector), "", dtype, grads, theta, loss)
             if group["fallback"] is None:
                 return update
         # The fallback sees every step, so that its running means are right when it takes over.
         finite = grads.where(grads.square().isfinite(), 0.0)
-        fallback = vector.advance(self._rule(group["fallback"], vector), "fallback.", grads.dtype, finite, theta, loss)
+        fallback = vector.update_(self._rule(group["fallback"], vector), "fallback.", grads.dtype, finite, theta, loss)
         if update is not None and vector.any_rank(~update.isfinite().all()):
             self._fall_back("an update of the learned rule is not finite")
         return fallback if group["fallen_back"] or update is None else update
@@ -307,7 +294,3 @@ class LearnedOptimizer(torch.optim.Optimizer):
 
 
 higher.register_optim(LearnedOptimizer, Differentiable)
-
-
-def _needs_loss(rule: Optimiser) -> bool:
-    return any(isinstance(part, Loss) for part in rule.modules())

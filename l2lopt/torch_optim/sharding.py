@@ -15,7 +15,8 @@ from torch import Tensor, distributed
 from torch.utils.dlpack import from_dlpack
 
 from l2lopt.core.errors import UserError
-from l2lopt.core.types import Layout, Shards
+from l2lopt.core.groupings import Shards
+from l2lopt.core.types import Layout
 
 if distributed.is_available():
     # `torch.optim` imports this module anyway. The defaults of its functions refer to the process group that exists at
@@ -24,18 +25,24 @@ if distributed.is_available():
     import torch.distributed.nn
 
 
+ALL = slice(None)
+"""All axes of a parameter."""
+
+
 def is_distributed(value: Any) -> bool:
     """Whether a tensor is distributed over processes."""
     module = sys.modules.get("torch.distributed.tensor")  # takes seconds to import; whoever made a DTensor has done so
     return module is not None and isinstance(value, module.DTensor)
 
 
-def local(value: Tensor, like: Tensor | None = None) -> Tensor:
+def local(value: Tensor, like: Tensor | None = None, axes: slice = ALL) -> Tensor:
     """This process's part of a tensor; a plain tensor is returned unchanged.
 
     Args:
         value: Plain or distributed tensor.
-        like: Parameter whose placements `value`, [features…, *like.shape], is given first; None keeps its placements.
+        like: Parameter whose placements `value`, [features…, *like.shape[axes]], is given first; None keeps its
+            placements.
+        axes: Axes of the parameter that `value` has.
     """
     here: Any = value
     if like is None or not (is_distributed(value) or is_distributed(like)):
@@ -43,7 +50,7 @@ def local(value: Tensor, like: Tensor | None = None) -> Tensor:
     if not is_distributed(like):
         whole: Tensor = here.full_tensor()
         return whole
-    mesh, placements = _mesh(like), _shifted(like, value.dim() - like.dim())
+    mesh, placements = _mesh(like), _placements(like, value.dim() - len(like.shape[axes]), axes)
     if not is_distributed(value):
         here = torch.distributed.tensor.distribute_tensor(value, mesh, placements, src_data_rank=None)
     elif tuple(here.placements) != tuple(placements):
@@ -52,21 +59,25 @@ def local(value: Tensor, like: Tensor | None = None) -> Tensor:
     return part
 
 
-def as_parameter(part: Tensor, param: Tensor) -> Tensor:
-    """This process's part of a state, as a tensor [features…, *param.shape] with the parameter's placements.
+def as_parameter(part: Tensor, param: Tensor, axes: slice = ALL) -> Tensor:
+    """This process's part of a state, as a tensor [features…, *param.shape[axes]] with the parameter's placements.
 
     Args:
-        part: View [features…, *shape of this process's part of `param`]; the result shares its memory.
+        part: View [features…, *shape[axes]], with the shape of this process's part of `param`; the result shares its
+            memory.
         param: Plain or distributed parameter.
+        axes: Axes of the parameter that `part` has.
     """
     if not is_distributed(param):
         return part
     beginning: Tensor = from_dlpack(part)  # a DTensor at an offset in its storage can be neither copied nor pickled
-    shape = torch.Size((*part.shape[: part.dim() - param.dim()], *param.shape))
+    kept = param.shape[axes]
+    features = part.dim() - len(kept)
+    shape = torch.Size((*part.shape[:features], *kept))
     made: Tensor = torch.distributed.tensor.DTensor.from_local(
         beginning,
         _mesh(param),
-        _shifted(param, part.dim() - param.dim()),
+        _placements(param, features, axes),
         run_check=False,
         shape=shape,
         stride=tuple(prod(shape[axis + 1 :]) for axis in range(len(shape))),
@@ -74,11 +85,11 @@ def as_parameter(part: Tensor, param: Tensor) -> Tensor:
     return made
 
 
-def kind(param: Tensor) -> Hashable:
-    """A key that is equal for parameters that can form one flat vector: dtype, device, mesh and sharded dimensions."""
+def kind(param: Any) -> Hashable:
+    """A key that is equal for parameters that can form one flat vector: dtype, device, mesh and placements."""
     if not is_distributed(param):
         return param.dtype, param.device
-    return param.dtype, param.device, _mesh(param), _cuts(param)
+    return param.dtype, param.device, _mesh(param), tuple(param.placements)
 
 
 def layout_of(params: Mapping[str, Tensor]) -> Layout:
@@ -96,9 +107,16 @@ def layout_of(params: Mapping[str, Tensor]) -> Layout:
         expected, found = f"on {mesh.device_type}, as the mesh is", f"on {first.device.type}"
         remedy = "shard without an offload policy"
         raise UserError(f"sharded parameter {layout.names[0]!r}", expected=expected, found=found, remedy=remedy)
-    sizes, cuts = tuple(param.numel() for param in params.values()), _cuts(first)
-    shards = Shards(sizes, partial(_summed, mesh, cuts)) if cuts else None
-    return Layout(layout.names, layout.shapes, shards)
+    cuts = _sharded_along(first)
+    if not cuts:
+        return layout
+    shapes = tuple(tuple(param.shape) for param in params.values())
+    # A parameter that is sharded along its first axis has whole rows in each process, and parts of columns.
+    columns = tuple(index for index in cuts if _axis(first, index) == 0)
+    rows = tuple(index for index in cuts if _axis(first, index) != 0)
+    total, of_rows, of_columns = (partial(_summed, mesh, some) if some else None for some in (cuts, rows, columns))
+    assert total is not None
+    return Layout(layout.names, layout.shapes, Shards(shapes, total, of_rows, of_columns))
 
 
 def mean(value: Tensor, params: Iterable[Tensor]) -> Tensor:
@@ -125,20 +143,32 @@ def _mesh(param: Any) -> Any:
     return param.device_mesh
 
 
-def _cuts(param: Any) -> tuple[int, ...]:
+def _sharded_along(param: Any) -> tuple[int, ...]:
     """The dimensions of its mesh along which a parameter is sharded."""
     return tuple(index for index, placement in enumerate(param.placements) if not placement.is_replicate())
 
 
-def _shifted(param: Any, axes: int) -> list[Any]:
-    """The placements of a parameter for a tensor that has `axes` more axes before those of the parameter."""
-    placements = []
+def _axis(param: Any, dimension: int) -> int:
+    """The axis of a parameter that is sharded along a dimension of its mesh."""
+    return int(getattr(param.placements[dimension], "dim", 0))
+
+
+def _placements(param: Any, features: int, axes: slice) -> list[Any]:
+    """The placements of a tensor [features…, *param.shape[axes]]: those of the parameter for the axes that it has.
+
+    Args:
+        param: Distributed parameter.
+        features: Number of axes before those of the parameter.
+        axes: Axes of the parameter that the tensor has.
+    """
+    replicate, kept = torch.distributed.tensor.Replicate(), range(param.dim())[axes]
+    placements: list[Any] = []
     for placement in param.placements:
-        if placement.is_replicate():
-            placements.append(placement)
-        elif placement.is_shard():
-            placements.append(torch.distributed.tensor.Shard(placement.dim + axes))
-        else:
+        if not (placement.is_replicate() or placement.is_shard()):
             expected, remedy = "cut or repeated along each dimension of its mesh", "shard it in one way only"
             raise UserError("sharded parameter", expected=expected, found=str(placement), remedy=remedy)
+        if placement.is_shard() and placement.dim in kept:
+            placements.append(torch.distributed.tensor.Shard(features + kept.index(placement.dim)))
+        else:
+            placements.append(replicate)
     return placements

@@ -1,9 +1,8 @@
-"""Training: one optimisee, any `torch.optim.Optimizer`, to the end."""
+"""Training: one optimisee to the end, by any `torch.optim.Optimizer`."""
 
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -12,9 +11,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from l2lopt.core.settings import Settings
-from l2lopt.core.types import Aux, Params, Report, detach, seed_of, silent
+from l2lopt.core.types import Aux, Batch, Params, Report, detach, seed_of, silent
 from l2lopt.optimisee import Optimisee, Split, StepFacts, measure
-from l2lopt.optimisers.schedules import warm_up_cosine
+from l2lopt.optimisers.schedules import multiplier, set_rates
 from l2lopt.storage.checkpoint import Checkpoint, NoCheckpoint, pack, unpack
 from l2lopt.storage.run_log import NoRecords, Recorder
 from l2lopt.torch_optim.registry import OptimizerFactory
@@ -25,32 +24,33 @@ class TrainSettings(Settings):
     """How an optimisee is trained."""
 
     steps: PositiveInt = 1000
-    """Updates in all."""
+    """The number of steps."""
     epochs: PositiveInt | None = None
-    """Passes over the training samples in all, whatever `steps` and `evaluate_every` say: there is an evaluation and a
-    checkpoint after each; none: as many steps as `steps`."""
+    """The number of passes over the training samples, which then replaces `steps` and `evaluate_every`: there is an
+    evaluation and a checkpoint after each pass; none: there are `steps` steps."""
     evaluate_every: PositiveInt = 100
-    """Steps between two test-mode evaluations on the whole of the watched split; there is one before the first step
-    and one after the last."""
+    """The number of steps between two test-mode evaluations on the whole of the watched split; there is one before
+    the first step and one after the last, too."""
     checkpoint_every: PositiveInt = 100
-    """Steps between two checkpoints."""
+    """The number of steps between two checkpoints."""
     clip: PositiveFloat | None = None
-    """The largest norm of the gradient over all parameters; none: as it is."""
+    """The largest norm of the gradient over all parameters; none: the gradient is not clipped."""
     schedule: Literal["constant", "cosine"] = "constant"
-    """Of the optimiser's rate (of a learned one's whole update); `cosine` falls to 0 at the last step."""
+    """The shape of the optimiser's rate (of a learned optimiser's whole update); `cosine` falls to 0 at the last
+    step."""
     warm_up: NonNegativeInt = 0
-    """Steps over which the rate rises first."""
+    """The number of steps over which the rate first rises linearly."""
     patience: PositiveInt | None = None
-    """Early stopping: evaluations without a lower loss after which training ends. It then trains on the split `inner`,
-    watches `heldout`, and ends with the parameters of the lowest loss; none: it trains on `train`, watches `test`
-    without choosing anything by it, and ends with the last parameters."""
+    """Early stopping: training ends after so many evaluations without a lower loss. It then trains on the split
+    `inner`, watches `heldout`, and ends with the parameters of the lowest loss. None: it trains on `train`, watches
+    `test` without choosing anything by it, and ends with the last parameters."""
     average: PositiveInt | Literal["non-monotonic"] | None = None
-    """Averaged SGD (Polyak and Juditsky 1992): after so many evaluations, the one before the first step not counted,
-    the mean of the parameters after every later step takes their place wherever they are watched, tested and left.
-    `non-monotonic` begins it once a watched loss is worse than the best of all but the last `patience_to_average`
-    before it (Merity et al. 2018). Splits and end are as with `patience`, which may be none."""
+    """Averaged SGD (Polyak and Juditsky 1992): after so many evaluations, not counting the one before the first step,
+    the parameters are averaged over all later steps, and the mean is what is watched, tested and written.
+    `non-monotonic` begins once a watched loss is worse than the best of all but the last `patience_to_average` before
+    it (Merity et al. 2018). The splits and the end are those of `patience`, which may be none."""
     patience_to_average: PositiveInt = 5
-    """See `average`."""
+    """The number of latest evaluations that `average = "non-monotonic"` leaves out of the best."""
 
     @model_validator(mode="after")
     def _in_time(self) -> "TrainSettings":
@@ -65,16 +65,15 @@ class TrainSettings(Settings):
 
     @property
     def splits(self) -> tuple[Split, Split]:
-        """The split trained on and the one watched."""
+        """The split that is trained on and the one that is watched."""
         return ("inner", "heldout") if self.chooses else ("train", "test")
 
     def multiplier(self, step: int, steps: int) -> float:
-        """Of the rate, at step 1, 2, … of `steps`."""
-        total = steps if self.schedule == "cosine" else None
-        return float(warm_up_cosine(torch.tensor(step - 1), self.warm_up, total))
+        """The factor of the rate at step 1, 2, …, `steps`, in [0, 1]."""
+        return multiplier(self.schedule, step - 1, self.warm_up, steps)
 
     def averages(self, losses: Sequence[float]) -> bool:
-        """Whether averaging begins after these evaluations, the first of them before the first step."""
+        """Whether averaging begins after these watched losses, the first of them from before the first step."""
         if self.average == "non-monotonic":
             best = min(losses[1 : -1 - self.patience_to_average], default=math.inf)
             return losses[-1] > best
@@ -82,17 +81,17 @@ class TrainSettings(Settings):
 
 
 class Trained(NamedTuple):
-    """What training ended with.
+    """The result of training.
 
     Attributes:
-        params: the parameters.
-        aux: the loss's own state.
-        step: after which they stood.
-        steps: that were made.
-        diverged: the step at which the loss was not finite any more, or None.
-        metrics: the test-mode loss on the whole of the split `test`, and the optimisee's metrics and readings there.
-        watched: likewise on the watched split.
-        speed: samples a second, or what the optimisee counts, in this call's steps alone; 0 without any.
+        params: The parameters.
+        aux: The loss's own state.
+        step: The step after which the parameters had these values.
+        steps: The number of steps made.
+        diverged: The first step at which the loss was not finite, or None.
+        metrics: The test-mode loss on the whole of the split `test`, the optimisee's metrics there, and its readings.
+        watched: The same figures on the watched split.
+        speed: Samples per second, or what else the optimisee counts, in the steps of this call; 0 if it counts nothing.
     """
 
     params: Params
@@ -103,70 +102,6 @@ class Trained(NamedTuple):
     metrics: dict[str, float]
     watched: dict[str, float]
     speed: float
-
-
-@dataclass
-class _Run:
-    """A run under way.
-
-    Attributes:
-        params: leaves that the optimiser moves.
-        aux: before the next step.
-        optimizer: of the parameters.
-        rates: of its groups, before any schedule.
-        step: the last one made.
-        diverged: see `Trained`.
-        watched: what every evaluation found.
-        best: where early stopping would go back to: "evaluation" (its number), "loss", "step", "params" and "aux".
-        mean: of the parameters after the last `averaged` steps; empty before averaging has begun.
-        averaged: see `mean`.
-    """
-
-    params: Params
-    aux: Aux
-    optimizer: torch.optim.Optimizer
-    rates: list[float]
-    step: int = 0
-    diverged: int | None = None
-    watched: list[dict[str, float]] = field(default_factory=list)
-    best: dict[str, Any] = field(default_factory=dict)
-    mean: Params = field(default_factory=dict)
-    averaged: int = 0
-
-    def place(self) -> dict[str, Any]:
-        """All that the steps after this one depend on."""
-        names = ("params", "aux", "step", "diverged", "watched", "best", "mean", "averaged")
-        return {**{name: getattr(self, name) for name in names}, "optimizer": self.optimizer.state_dict()}
-
-    def take_up(self, place: dict[str, Any]) -> None:
-        """Puts everything back as `place` found it."""
-        with torch.no_grad():
-            for name, value in self.params.items():
-                value.copy_(place["params"][name])
-        device = next(iter(self.params.values())).device
-        tensors = (place["aux"], place["best"], place["mean"])
-        self.aux, self.best, self.mean = pytree.tree_map_only(Tensor, lambda t: t.to(device), tensors)
-        self.step, self.diverged = place["step"], place["diverged"]
-        self.watched, self.averaged = place["watched"], place["averaged"]
-        restore(self.optimizer, place["optimizer"])
-
-    def ended(self, settings: TrainSettings, steps: int) -> bool:
-        """Whether there is nothing more to do."""
-        waited = settings.patience and len(self.watched) >= self.best["evaluation"] + settings.patience
-        return self.step >= steps or self.diverged is not None or bool(waited)
-
-    @property
-    def standing(self) -> Params:
-        """The parameters that count: the means, once there are some."""
-        return self.mean if self.averaged else self.params
-
-    def add_to_mean(self) -> None:
-        """Takes the parameters after a step into the mean, once averaging has begun."""
-        if self.mean:
-            self.averaged += 1
-            with torch.no_grad():
-                for name, value in self.mean.items():
-                    value.lerp_(self.params[name], 1 / self.averaged)
 
 
 def train(
@@ -181,96 +116,231 @@ def train(
 ) -> Trained:
     """Trains fresh parameters of `optimisee`.
 
-    A loss that is not finite ends the run where it stands, before the update that it would have led to: it is a result
-    (`diverged`), not an exception. An optimiser that evaluates the loss several times a step (L-BFGS) does so on one
-    batch; the loss recorded and the aux carried on are those of the first.
+    A loss that is not finite ends the run before the update that it would have led to. It is a result (`diverged`), not
+    an exception. An optimiser that evaluates the loss several times in a step (L-BFGS) does so on one batch; the loss
+    that is recorded and the aux that the next step begins with are those of the first evaluation.
 
     Args:
-        optimisee: the problem.
-        factory: makes the optimiser of (name, tensor) pairs.
-        settings: steps, splits, schedule.
-        seed: of initial values and batches.
-        records: where the figures go: the training loss of each step as stage "train", the watched split's as its name,
-            and the optimisee's pictures at every evaluation.
-        report: progress.
-        checkpoint: where the place is kept, and taken up again where one is there: the end is the same to the bit.
+        optimisee: The problem.
+        factory: The function that makes the optimiser of (name, tensor) pairs.
+        settings: Steps, splits and schedule.
+        seed: The seed of initial values and batches.
+        records: The recorder of the figures: the training loss of each step as stage "train", the watched split's
+            figures under the split's name, and the optimisee's pictures at every evaluation.
+        report: The function that is told the progress.
+        checkpoint: The checkpoint that training goes on from, if there is one, and that it writes; the result is the
+            same to the bit.
+
+    Examples:
+        >>> from functools import partial
+        >>> import optimisees, torch
+        >>> quadratic = optimisees.make("quadratic", size=3)
+        >>> result = train(quadratic, partial(torch.optim.SGD, lr=0.02), TrainSettings(steps=20))
+        >>> result.steps, result.diverged
+        (20, None)
     """
     records, checkpoint = records or NoRecords(), checkpoint or NoCheckpoint()
-    seed = seed_of("train", seed)
-    params, aux = optimisee.init(seed)
-    params = {name: value.clone().requires_grad_() for name, value in params.items()}
-    optimizer = factory(list(params.items()))
-    run = _Run(params, aux, optimizer, [float(group["lr"]) for group in optimizer.param_groups])
-    ends = _evaluations(optimisee, settings, seed)
-    marks, steps = set(ends), ends[-1]
-
-    def watch() -> None:
-        split = settings.splits[1]
-        figures = measure(optimisee, split, seed, run.standing, run.aux)
-        records.write(split, run.step, figures)
-        run.watched.append(figures)
-        for name, images in optimisee.pictures(run.standing).items():
-            records.show(name, run.step, images)
-        if not math.isfinite(figures["loss"]):
-            run.diverged = run.step
-        elif settings.chooses and figures["loss"] < run.best["loss"]:
-            run.best = _best(run, figures["loss"])
-        if not run.mean and settings.averages([figures["loss"] for figures in run.watched]):
-            run.mean = _copy(run.params)
-
-    kept = checkpoint.load()
-    if kept:
-        run.take_up(unpack(kept[0]["place"], kept[1]))
+    loop = _Training(optimisee, factory, settings, seed_of("train", seed), records)
+    if saved := checkpoint.load():
+        loop.load_state_dict(unpack(saved[0]["place"], saved[1]))
     else:
-        run.best = _best(run, math.inf) if settings.chooses else {}
-        watch()
-    clock = _Clock()
-    while not run.ended(settings, steps):
-        run.step += 1
-        with clock:
-            figures, facts = _advance(run, optimisee, settings, seed, steps)
-        clock.samples += facts.samples
-        records.write("train", run.step, figures | dict(facts.figures))
-        report("train", run.step, steps, _shown(run, settings, figures, facts, clock))
+        loop.evaluate()
+    while not loop.ended:
+        figures = loop.step()
+        report("train", loop.steps_made, loop.steps, figures)
+        if loop.evaluation_due:
+            loop.evaluate()
+        if loop.checkpoint_due:
+            packed, tensors = pack(loop.state_dict())
+            checkpoint.save({"step": loop.steps_made, "place": packed}, tensors)
+    return loop.result()
+
+
+class _Training:
+    """The state of training between two steps, and what is done with it.
+
+    Attributes:
+        steps: The number of steps after which training ends at the latest.
+        params: The leaves that the optimiser moves.
+        aux: The loss's own state before the next step.
+        steps_made: The number of steps made.
+        diverged: The first step at which a loss was not finite, or None.
+        watched: The figures of every evaluation on the watched split.
+        best: A copy of the evaluation that early stopping would end with: "evaluation" (how many there had been),
+            "loss", "step", "params" and "aux". Empty without early stopping.
+        mean: The mean of the parameters after the last `averaged` steps; empty before averaging begins.
+    """
+
+    def __init__(
+        self, optimisee: Optimisee, factory: OptimizerFactory, settings: TrainSettings, seed: int, records: Recorder
+    ) -> None:
+        self.optimisee, self.settings, self.seed, self.records = optimisee, settings, seed, records
+        params, self.aux = optimisee.init(seed)
+        self.params = {name: value.clone().requires_grad_() for name, value in params.items()}
+        self.optimizer = factory(list(self.params.items()))
+        self.rates = [float(group["lr"]) for group in self.optimizer.param_groups]  # before any schedule
+        evaluations = _evaluations(optimisee, settings, seed)
+        self.evaluations, self.steps = set(evaluations), evaluations[-1]
+        self.steps_made, self.averaged = 0, 0
+        self.diverged: int | None = None
+        self.watched: list[dict[str, float]] = []
+        self.mean: Params = {}
+        self.best = self._snapshot(math.inf) if settings.chooses else {}
+        self.clock = _Clock()
+
+    @property
+    def ended(self) -> bool:
+        """Whether this was the last step."""
+        patience = self.settings.patience
+        stopped_early = patience is not None and len(self.watched) >= self.best["evaluation"] + patience
+        return self.steps_made >= self.steps or self.diverged is not None or stopped_early
+
+    @property
+    def evaluation_due(self) -> bool:
+        """Whether there is an evaluation after this step."""
+        return self.diverged is None and self.steps_made in self.evaluations
+
+    @property
+    def checkpoint_due(self) -> bool:
+        """Whether there is a checkpoint after this step."""
+        after_epoch = self.settings.epochs is not None and self.steps_made in self.evaluations
+        return self.steps_made % self.settings.checkpoint_every == 0 or after_epoch or self.ended
+
+    def step(self) -> Mapping[str, float]:
+        """The next step, which changes nothing if its loss is not finite; gives the figures that a user wants to see.
+
+        Their order: the optimisee's own figure of the step, the same of the watched split, and the speed; or else what
+        is recorded.
+        """
+        self.steps_made += 1
+        with self.clock:
+            batch = self.optimisee.batch(self.settings.splits[0], self.seed, self.steps_made - 1)
+            figures, facts = self._update(batch)
+        self.clock.samples += facts.samples
+        self.records.write("train", self.steps_made, figures | dict(facts.figures))
         if not math.isfinite(figures["loss"]):
-            run.diverged = run.step
-        elif run.step in marks:
-            watch()
-        due = run.step % settings.checkpoint_every == 0 or (settings.epochs is not None and run.step in marks)
-        if due or run.ended(settings, steps):
-            place, tensors = pack(run.place())
-            checkpoint.save({"step": run.step, "place": place}, tensors)
-    end = run.best or {"params": run.standing, "aux": run.aux, "step": run.step, "evaluation": len(run.watched)}
-    metrics = measure(optimisee, "test", seed, end["params"], end["aux"])
-    watched = run.watched[max(end["evaluation"], 1) - 1]
-    params = detach(end["params"])
-    return Trained(params, end["aux"], end["step"], run.step, run.diverged, metrics, watched, clock.speed)
+            self.diverged = self.steps_made
+        if not facts.figures:
+            return figures
+        name, value = next(iter(facts.figures.items()))
+        latest = self.watched[-1]
+        watched = {f"{self.settings.splits[1]} {name}": latest[name]} if name in latest else {}
+        return {name: value, **watched, f"{facts.unit}/s": self.clock.speed}
 
+    def evaluate(self) -> None:
+        """Measures the watched split; takes a copy of the best parameters, and begins averaging, where settings say so.
 
-def _evaluations(optimisee: Optimisee, settings: TrainSettings, seed: int) -> list[int]:
-    """The steps after which there is an evaluation, the last of them the end."""
-    if settings.epochs:
-        return [optimisee.epoch(settings.splits[0], seed, number) for number in range(1, settings.epochs + 1)]
-    return sorted({*range(settings.evaluate_every, settings.steps, settings.evaluate_every), settings.steps})
+        A loss that is not finite ends training.
+        """
+        split = self.settings.splits[1]
+        figures = measure(self.optimisee, split, self.seed, self._averaged_params, self.aux)
+        self.records.write(split, self.steps_made, figures)
+        self.watched.append(figures)
+        for name, images in self.optimisee.pictures(self._averaged_params).items():
+            self.records.show(name, self.steps_made, images)
+        if not math.isfinite(figures["loss"]):
+            self.diverged = self.steps_made
+        elif self.settings.chooses and figures["loss"] < self.best["loss"]:
+            self.best = self._snapshot(figures["loss"])
+        if not self.mean and self.settings.averages([figures["loss"] for figures in self.watched]):
+            self.mean = _copy(self.params)
 
+    def result(self) -> Trained:
+        """The best parameters under early stopping, else the last, and their figures on the split `test`."""
+        last = {"params": self._averaged_params, "aux": self.aux, "step": self.steps_made}
+        end = self.best or {**last, "evaluation": len(self.watched)}
+        return Trained(
+            params=detach(end["params"]),
+            aux=end["aux"],
+            step=end["step"],
+            steps=self.steps_made,
+            diverged=self.diverged,
+            metrics=measure(self.optimisee, "test", self.seed, end["params"], end["aux"]),
+            watched=self.watched[max(end["evaluation"], 1) - 1],
+            speed=self.clock.speed,
+        )
 
-def _shown(
-    run: _Run, settings: TrainSettings, figures: Mapping[str, float], facts: StepFacts, clock: "_Clock"
-) -> Mapping[str, float]:
-    """What a user wants to see of a step: its reading, that of the watched split if it has one, and the speed."""
-    if not facts.figures:
-        return figures
-    name, value = next(iter(facts.figures.items()))
-    watched = {f"{settings.splits[1]} {name}": run.watched[-1][name]} if name in run.watched[-1] else {}
-    return {name: value, **watched, f"{facts.unit}/s": clock.speed}
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next steps depend on. The keys are those of checkpoints."""
+        return {
+            "params": self.params,
+            "aux": self.aux,
+            "step": self.steps_made,
+            "diverged": self.diverged,
+            "watched": self.watched,
+            "best": self.best,
+            "mean": self.mean,
+            "averaged": self.averaged,
+            "optimizer": self.optimizer.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Puts back what `state_dict` gave."""
+        with torch.no_grad():
+            for name, value in self.params.items():
+                value.copy_(state["params"][name])
+        device = next(iter(self.params.values())).device
+        tensors = (state["aux"], state["best"], state["mean"])
+        self.aux, self.best, self.mean = pytree.tree_map_only(Tensor, lambda t: t.to(device), tensors)
+        self.steps_made, self.diverged = state["step"], state["diverged"]
+        self.watched, self.averaged = state["watched"], state["averaged"]
+        restore(self.optimizer, state["optimizer"])
+
+    @property
+    def _averaged_params(self) -> Params:
+        """The mean of the parameters once there is one; until then the parameters."""
+        return self.mean if self.averaged else self.params
+
+    def _update(self, batch: Batch) -> tuple[dict[str, float], StepFacts]:
+        """One step of the optimiser on a batch: what is recorded of it, and what the optimisee says of it."""
+        before, figures = self.aux, dict[str, float]()
+
+        def evaluate() -> tuple[Tensor, Aux]:
+            self.optimizer.zero_grad()
+            loss, aux = self.optimisee.loss(self.params, before, batch)
+            loss.backward()
+            if self.settings.clip:
+                norm = torch.nn.utils.clip_grad_norm_(self.params.values(), self.settings.clip)
+                figures.setdefault("gradient_norm", float(norm))
+            return loss.detach(), detach(aux)
+
+        loss, aux = evaluate()
+        facts = self.optimisee.step_facts(batch, aux)
+        factor = self.settings.multiplier(self.steps_made, self.steps) * facts.rate
+        rates = [rate * factor for rate in self.rates]
+        set_rates(self.optimizer, rates)
+        first = [loss]
+
+        def closure() -> Tensor:
+            """The loss, which the first call need not evaluate again: its gradients are there already."""
+            return first.pop() if first else evaluate()[0]
+
+        if loss.isfinite():
+            self.optimizer.step(closure)  # type: ignore[arg-type]  # torch.optim calls a loss a float
+            self.aux = aux
+            self._add_to_mean()
+        return {"loss": float(loss), "rate": rates[0], **figures}, facts
+
+    def _add_to_mean(self) -> None:
+        """Adds the parameters after a step to the mean, if averaging has begun."""
+        if self.mean:
+            self.averaged += 1
+            with torch.no_grad():
+                for name, value in self.mean.items():
+                    value.lerp_(self.params[name], 1 / self.averaged)
+
+    def _snapshot(self, loss: float) -> dict[str, Any]:
+        """A copy of the parameters and aux of this evaluation, with its watched loss."""
+        facts = {"evaluation": len(self.watched), "loss": loss, "step": self.steps_made}
+        return {**facts, "params": _copy(self._averaged_params), "aux": _copy(self.aux)}
 
 
 class _Clock:
     """Adds up the time spent inside `with`.
 
     Attributes:
-        samples: done in it.
-        seconds: so far.
+        samples: The number of samples processed in that time, counted by the caller.
+        seconds: The time so far.
     """
 
     def __init__(self) -> None:
@@ -284,49 +354,16 @@ class _Clock:
 
     @property
     def speed(self) -> float:
-        """Samples a second."""
+        """Samples per second."""
         return self.samples / self.seconds if self.seconds else 0.0
 
 
-def _advance(
-    run: _Run, optimisee: Optimisee, settings: TrainSettings, seed: int, steps: int
-) -> tuple[dict[str, float], StepFacts]:
-    """One step, unless its loss is not finite, its figures, and what the optimisee says of it."""
-    batch = optimisee.batch(settings.splits[0], seed, run.step - 1)
-    before, figures = run.aux, dict[str, float]()
-
-    def evaluate() -> tuple[Tensor, Aux]:
-        run.optimizer.zero_grad()
-        loss, aux = optimisee.loss(run.params, before, batch)
-        loss.backward()
-        if settings.clip:
-            norm = torch.nn.utils.clip_grad_norm_(run.params.values(), settings.clip)
-            figures.setdefault("gradient_norm", float(norm))
-        return loss.detach(), detach(aux)
-
-    loss, aux = evaluate()
-    facts = optimisee.step_facts(batch, aux)
-    multiplier = settings.multiplier(run.step, steps) * facts.rate
-    for group, rate in zip(run.optimizer.param_groups, run.rates, strict=True):
-        group["lr"] = rate * multiplier
-    first = [loss]  # the gradients are there already
-
-    def closure() -> Tensor:
-        return first.pop() if first else evaluate()[0]
-
-    if loss.isfinite():
-        run.optimizer.step(closure)  # type: ignore[arg-type]  # torch.optim calls a loss a float
-        run.aux = aux
-        run.add_to_mean()
-    return {"loss": float(loss), "rate": run.rates[0] * multiplier, **figures}, facts
+def _evaluations(optimisee: Optimisee, settings: TrainSettings, seed: int) -> list[int]:
+    """The steps after which there is an evaluation; the last of them is the end."""
+    if settings.epochs:
+        return [optimisee.epoch(settings.splits[0], seed, number) for number in range(1, settings.epochs + 1)]
+    return sorted({*range(settings.evaluate_every, settings.steps, settings.evaluate_every), settings.steps})
 
 
-def _best(run: _Run, loss: float) -> dict[str, Any]:
-    """A copy of where the run stands."""
-    aux = {name: value.clone() for name, value in run.aux.items()}
-    place = {"evaluation": len(run.watched), "loss": loss, "step": run.step}
-    return {**place, "params": _copy(run.standing), "aux": aux}
-
-
-def _copy(params: Params) -> Params:
-    return {name: value.detach().clone() for name, value in params.items()}
+def _copy(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in values.items()}

@@ -14,14 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from l2lopt import optimisers
+from l2lopt import cells, optimisers
 from l2lopt.core.errors import UserError
+from l2lopt.core.types import Layout
 from l2lopt.optimisers import Optimiser
 from l2lopt.storage import tensor_file
 from l2lopt.storage.run_log import existing
 
 VERSION = 1
 """Of the file's layout: the header's one key `l2lopt` holds {"version", "release", "optimiser", "training"} as JSON."""
+DIGEST = 2
+"""Of what `digest` makes. The first version stood without a number, and changed with the name of any class of ours."""
 _ASIDE = ("training", "description")
 HOME = Path(__file__).with_name("pretrained")
 """Where the files are that travel with the package."""
@@ -101,18 +104,67 @@ def load(path: str | Path) -> Optimiser:
 
 
 def digest(optimiser: Optimiser) -> str:
-    """16 hexadecimal digits of what an optimiser does: its description, φ, buffers and the options of its parts."""
-    built = [(name, type(part).__qualname__, _options(part)) for name, part in optimiser.named_modules()]
-    found = hashlib.sha256(json.dumps([optimiser.description, built], sort_keys=True, default=_written).encode())
+    """What an optimiser does, as "2:" and 16 hexadecimal digits: what it is, and its φ and buffers.
+
+    What it is is its description, whatever the names of classes and attributes are. Where there is none, or where the
+    optimiser is not what its description builds (someone has set an option by hand), it is the state that it keeps, and
+    of each part its name in the tables (of a part that is in none, its class unless that is ours) and its plain values
+    in the order they were set in: sorted, two options with their values exchanged would be one rule. Such a digest
+    changes with an attribute that comes or goes, so what has to last is built by `optimisers.make`.
+    """
+    what = _canonical(optimiser.description) if _is_as_described(optimiser) else _by_hand(optimiser)
+    found = hashlib.sha256(json.dumps(what, sort_keys=True, default=_written).encode())
     for name, value in sorted(_numbers(optimiser).items()):
         found.update(f"{name} {value.dtype} {list(value.shape)}".encode())
         found.update(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:16]
+    return f"{DIGEST}:{found.hexdigest()[:16]}"
+
+
+def is_old(mark: Any) -> bool:
+    """Whether `mark` is a digest of the first version, which cannot be made any more."""
+    return isinstance(mark, str) and re.fullmatch("[0-9a-f]{16}", mark) is not None
 
 
 def _numbers(optimiser: Optimiser) -> dict[str, Tensor]:
     """φ and the buffers."""
     return {**optimiser.phi(), **dict(optimiser.named_buffers())}
+
+
+def _is_as_described(optimiser: Optimiser) -> bool:
+    """Whether the description builds the like of this optimiser, but for φ."""
+    if optimiser.description is None:
+        return False
+    try:
+        return _parts(optimisers.build(dict(optimiser.description))) == _parts(optimiser)
+    except UserError:  # built from another table than ours
+        return False
+
+
+def _parts(optimiser: Optimiser) -> list[tuple[str, type, dict[str, str]]]:
+    """Every part with its options; the same for optimisers that differ in φ only."""
+    return [(name, type(part), _options(part)) for name, part in optimiser.named_modules()]
+
+
+def _canonical(choice: Any) -> Any:
+    """A description with one way to say a thing: a name for a table of a name alone, lists for tuples."""
+    if isinstance(choice, Mapping):
+        return choice["name"] if [*choice] == ["name"] else {key: _canonical(value) for key, value in choice.items()}
+    return [_canonical(item) for item in choice] if isinstance(choice, list | tuple) else choice
+
+
+def _by_hand(optimiser: Optimiser) -> Any:
+    """What an optimiser is, as far as it shows without a description."""
+    state = optimiser.init(Layout(("one",), ((1,),)))
+    tables: list[Mapping[str, Any]] = [optimisers.OPTIMISERS, optimisers.INPUTS, optimisers.RULES]
+    tables += [cells.CELLS, cells.CORES]
+    names = {entry: name for table in tables for name, entry in table.items() if isinstance(entry, type)}
+    parts = [(names.get(type(part)) or _class(part), list(_options(part).values())) for part in optimiser.modules()]
+    return [sorted(state.coordinates), sorted(state.shared), parts]
+
+
+def _class(part: nn.Module) -> str | None:
+    """The name of a class that is not ours to rename."""
+    return None if type(part).__module__.startswith("l2lopt.") else type(part).__qualname__
 
 
 def _options(part: nn.Module) -> dict[str, str]:
@@ -121,7 +173,9 @@ def _options(part: nn.Module) -> dict[str, str]:
 
 
 def _written(value: Any) -> str:
-    """The same in every process: without addresses."""
+    """The same in every process: without addresses, and a tensor with all its numbers."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {value.tolist()}"
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 

@@ -20,7 +20,7 @@ class Timed:
     """An unroll that says how long it took."""
 
     def __init__(self, unroll):
-        self.unroll, self.init, self.seconds = unroll, unroll.init, 0.0
+        self.unroll, self.init, self.plan, self.seconds = unroll, unroll.init, unroll.plan, 0.0
 
     def __call__(self, *args):
         start = time.perf_counter()

@@ -15,23 +15,25 @@ from oracles import replayed
 from torch import nn
 
 from l2lopt import cells, optimisers
-from l2lopt.core.types import Layout, OptimiserState, Window
-from l2lopt.kernels.cpu.replay import replay
+from l2lopt.core.layout import Layout
+from l2lopt.estimators.window import Meeting, Window
+from l2lopt.kernels.cpu import replay as by_hand
 from l2lopt.kernels.cpu.workspace import Workspace
 from l2lopt.optimisers import INPUTS
+
+
+def replay(optimiser, phi, window, space):
+    """The window's part of the meta-gradient."""
+    return by_hand.replay(optimiser, phi, window, {}, space).phi
 
 
 def whole_window(optimiser, coordinates, length):
     """A window of all coordinates, one tensor, from the start."""
     torch.manual_seed(0)
     params, grads = torch.randn(coordinates), 0.1 * torch.randn(length, coordinates)
-    state, shared = optimiser.init(Layout(("all",), ((coordinates,),)), like=params), []
-    small = optimiser.init(Layout(("all",), ((1,),)), like=params)
-    with torch.no_grad():
-        for g in grads:
-            _, small = optimiser.update(g[:1], small, params[:1], torch.ones(()))
-            shared.append({**small.shared, "statistic": torch.ones(1)})
-    return Window(state, params, grads, torch.randn(length, coordinates), torch.ones(length), shared)
+    state = optimiser.init(Layout(("all",), ((coordinates,),)), like=params)
+    meetings = [Meeting({"tensors.direction": torch.ones(1)}, {}, {})] * length
+    return Window(state, params, grads, torch.randn(length, coordinates), torch.ones(length), meetings)
 
 
 def blocks(window, size):
@@ -39,7 +41,7 @@ def blocks(window, size):
     for low in range(0, len(window.params), size):
         part = {name: value[..., low : low + size] for name, value in window.state.coordinates.items()}
         params = window.params[low : low + size]
-        state = OptimiserState(Layout(("all",), ((len(params),),)), part, window.state.shared)
+        state = window.state._replace(layout=window.state.layout.slice(low, low + len(params)), coordinates=part)
         grads, sources = (x[:, low : low + size].contiguous() for x in (window.grads, window.sources))
         yield window._replace(state=state, params=params, grads=grads, sources=sources)
 
@@ -53,7 +55,9 @@ def lstm_cell(features, hidden_size, window):
     """Autograd through nn.LSTMCell on [n, features], log-and-sign and the additive rule: what one writes first."""
     embedding, cell = nn.Linear(2, hidden_size), nn.LSTMCell(hidden_size, hidden_size)
     head, log_and_sign = nn.Linear(hidden_size, 1), INPUTS["log-and-sign"]()
-    sight = optimisers.inputs.Sight(window.grads, window.params, torch.ones(()), None)
+    sight = optimisers.inputs.Sight(
+        window.grads, window.params, torch.ones(()), None, window.state.layout, torch.ones(1)
+    )
     rows = log_and_sign(sight, {})[0].movedim(0, -1).contiguous()
     theta, state, total = window.params, None, 0
     for x, q in zip(rows, window.sources, strict=True):

@@ -43,7 +43,7 @@ def twin(cell: str, problem: Problem, **options: Any) -> tuple[optimisers.Optimi
 
     def step() -> Tensor:
         nonlocal state
-        update, state = fast.advance(problem.grads, state, problem.params)
+        update, state = fast.update_(problem.grads, state, problem.params)
         return update
 
     return reference, step

@@ -21,8 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from l2lopt import kernels, optimisers
-from l2lopt.core.types import Layout, OptimiserState, Window
-from l2lopt.estimators.blockwise import taped_replay
+from l2lopt.core.layout import Layout
+from l2lopt.core.types import OptimiserState
+from l2lopt.estimators.exchange import Recorder
+from l2lopt.estimators.replay import taped_replay
+from l2lopt.estimators.window import Meeting, Window
 from l2lopt.kernels.triton import replay, step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -65,13 +68,14 @@ def check(optimiser: optimisers.Coordinatewise) -> None:
         wanted, after = optimiser.update(grads[0], state, params)
         found, _ = fast.update(grads[0], state, params)
     assert (found - wanted).abs().max() <= 1e-4 * wanted.abs().max(), "the step"
-    losses, shared = (
-        torch.zeros(3, device=DEVICE),
-        [after.shared | {"step": after.shared["step"] + t} for t in range(3)],
-    )
-    window = Window(state, params, grads, torch.randn_like(grads), losses, shared)
-    wanted = taped_replay(optimiser.update_with)(optimiser.phi(), window)
-    found = replay.replay(optimiser, optimiser.phi(), window)
+    losses, recorder = torch.zeros(3, device=DEVICE), Recorder(layout.exchange)
+    meetings = [recorder.begin()] * 3
+    with torch.no_grad():
+        optimiser.update(grads[0], state._replace(layout=layout.meeting(recorder)), params)
+    window = Window(state, params, grads, torch.randn_like(grads), losses, meetings)
+    whole = window._replace(state=state._replace(layout=layout.slice(0, layout.size)))
+    wanted = taped_replay(optimiser.update_with)(optimiser.phi(), whole, {}).phi
+    found = replay.replay(optimiser, optimiser.phi(), window).phi
     for name, value in wanted.items():
         assert (found[name] - value).norm() <= 1e-3 * value.norm() + 1e-12, name
 
@@ -121,18 +125,18 @@ def main() -> None:
                 numbers = sum(value.numel() // n for value in state.coordinates.values())
                 moved = n * (2 * numbers * dtype.itemsize + 12)
                 rows[f"step, state {dtype}"] = (
-                    lambda fast=fast, state=state: fast.advance(grads, state, params),
+                    lambda fast=fast, state=state: fast.update_(grads, state, params),
                     moved,
                 )
             state = state_of(optimiser, layout, params, torch.float32)
-            shared = dict(state.shared) | {"statistic": torch.ones(100, device=DEVICE)}
+            meeting = Meeting({"tensors.direction": torch.ones(100, device=DEVICE)}, {}, {})
             window = Window(
-                state._replace(shared=shared),
+                state,
                 params,
                 grads.expand(T, n).contiguous(),
                 grads.expand(T, n).contiguous(),
                 torch.zeros(T, device=DEVICE),
-                [shared | {"step": torch.tensor(t + 1)} for t in range(T)],
+                [meeting] * T,
             )
             rows["way back, a step"] = partial(replay.replay, optimiser, optimiser.phi(), window), 8 * n * T
             with torch.no_grad():

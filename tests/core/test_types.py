@@ -39,12 +39,12 @@ def test_split_cuts_the_last_axis(shapes, batch):
 
 
 @given(shapes, st.data())
-def test_between_counts_what_lies_between(shapes, data):
+def test_a_slice_counts_what_lies_in_it(shapes, data):
     layout = Layout.of(named(shapes))
     low = data.draw(st.integers(0, layout.size))
     high = data.draw(st.integers(low, layout.size))
     owners = [name for name, size in zip(layout.names, layout.sizes, strict=True) for _ in range(size)][low:high]
-    between = layout.between(low, high)
+    between = layout.slice(low, high)
     assert between.names == layout.names
     assert between.sizes == tuple(owners.count(name) for name in layout.names)
 
@@ -64,7 +64,7 @@ def test_unravelled_tensors_are_views():
 def test_layout_is_a_constant_to_vmap():
     layout = Layout(("a", "b"), ((2, 2), (3,)))
     rows = normal(5, 7)
-    state = OptimiserState(layout, {"m": rows}, {"step": torch.arange(5)})
+    state = OptimiserState(layout, {"m": rows}, {}, {"step": torch.arange(5)})
 
     def function(state):
         parts = state.layout.unravel(state.coordinates["m"])
@@ -88,7 +88,7 @@ def test_fan_ins_are_those_of_the_matrices_and_their_vectors():
     layout = Layout(tuple(shapes), tuple(shapes.values()))
     assert layout.fan_ins == (7, 3, 3, 12, 12, 6)
     assert layout.part(2, 4).fan_ins == (3, 12)  # its matrix is elsewhere
-    assert layout.between(5, 24).fan_ins == layout.fan_ins
+    assert layout.slice(5, 24).fan_ins == layout.fan_ins
     assert Layout(("empty",), ((0, 4),)).fan_ins == (4,)
 
 

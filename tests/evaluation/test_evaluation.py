@@ -28,10 +28,10 @@ from l2lopt.optimisers import SGD, Optimiser
 class Diverging(Optimiser):
     """Adds NaN from its third update on."""
 
-    def init(self, layout, batch=(), *, like=None):
+    def init(self, layout, batch=(), *, like=None, total_steps=None):
         return SGD(0.1).init(layout, batch, like=like)._replace(shared={"step": torch.zeros(())})
 
-    def update(self, grads, state, params, loss=None, after=None):
+    def update(self, grads, state, params, *, loss=None):
         step = state.shared["step"] + 1
         change = torch.where(step > 2, torch.nan, torch.zeros_like(grads))
         return change, state._replace(shared={"step": step})

@@ -3,16 +3,20 @@
 import laws
 import pytest
 import torch
-from implementations import LEARNED, OPTIMISERS, each, problem, with_statistics_constant
+from implementations import LEARNED, OPTIMISERS, each, problem, with_means_constant
 
 from l2lopt import kernels, optimisers
-from l2lopt.core.types import BlockUpdate, Carry, Layout, generator
+from l2lopt.core.layout import Layout
+from l2lopt.core.seeding import generator
+from l2lopt.core.types import Carry
 from l2lopt.estimators import Blockwise, Taped
-from l2lopt.estimators.blockwise import stratified
-from l2lopt.kernels.cpu.replay import can_pull
+from l2lopt.estimators.coordinate_sample import stratified
+from l2lopt.estimators.window import BlockUpdate
+from l2lopt.kernels.cpu.replay import has_statistic_adjoint
 from l2lopt.optimisee import flat_loss
 from l2lopt.parallel.threads import cpu_threads
-from l2lopt.training.meta_train import Targets, inner_steps
+from l2lopt.training.inner_runs import inner_steps
+from l2lopt.training.settings import Targets
 from optimisees import mlp
 
 DIRECTION = "coordinatewise direction-and-magnitude"
@@ -29,7 +33,7 @@ def fast(rule, backend="cpu", **options):
 def test_equals_the_tape(rule, mixture):
     """With the slope of a statistic, unless the network sees θ."""
     plain = problem(rule, mixture=mixture)
-    plain = plain if can_pull(OPTIMISERS[rule]()) else with_statistics_constant(plain)
+    plain = plain if has_statistic_adjoint(OPTIMISERS[rule]()) else with_means_constant(plain)
     laws.assert_close(vars(laws.run(Blockwise(), fast(rule, mixture=mixture))), vars(laws.run(Taped(), plain)), 1e-10)
 
 
@@ -101,7 +105,7 @@ def test_the_mean_over_samples_of_coordinates_has_the_slope_of_a_statistic(backe
     assert layout.sizes == (4,)
     for seed in range(60):
         unroll = Blockwise(share=0.5)
-        places, _, _ = stratified(layout, 0.5, generator("coordinates", seed, 0))
+        places, _ = stratified(layout, 0.5, generator("coordinates", seed, 0))
         result = unroll(*task[:4], task.steps, unroll.init(task.carry, task.phi, seed))
         drawn[tuple(places.tolist())] = result.gradient
     assert len(drawn) == 6
@@ -134,9 +138,10 @@ def test_nothing_depends_on_the_number_of_threads():
 
 def test_where_nothing_is_fast_the_update_is_the_references():
     optimiser = OPTIMISERS["sgd"]()
-    assert not isinstance(kernels.block_update(optimiser), BlockUpdate)
+    plain = kernels.block_update(optimiser), fast("coordinatewise gated", "reference").update
+    assert all(update.update_ is update.update and update.replay is None for update in plain)
     assert isinstance(fast("coordinatewise gated").update, BlockUpdate)
-    assert not isinstance(fast("coordinatewise gated", "reference").update, BlockUpdate)
+    assert fast("coordinatewise gated").update.replay is not None
 
 
 def test_a_plan_of_the_fast_way():

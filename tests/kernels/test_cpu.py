@@ -25,14 +25,14 @@ SIZES = {"none": 0, "one": 1, "few": 31, "block": WIDTH, "block and one": WIDTH 
 
 
 def assert_twin(optimiser, size, batch=(), steps=5):
-    """Update, state and what is shared, of `update` and of `advance`, are the reference's."""
+    """Update, state and what is shared, of `update` and of `update_`, are the reference's."""
     dtype = next(optimiser.parameters()).dtype
     layout, *arguments = problem(size, batch, dtype, steps)
     wanted = rolled(optimiser.update, optimiser.init(layout, batch, like=arguments[0]), *arguments)
     twin = kernels.fast(optimiser, "cpu")
     updated = rolled(twin.update, twin.init(layout, batch, like=arguments[0]), *arguments)
     laws.assert_close(updated, wanted, TOLERANCE[dtype])
-    laws.assert_same(rolled(twin.advance, twin.init(layout, batch, like=arguments[0]), *arguments), updated)
+    laws.assert_same(rolled(twin.update_, twin.init(layout, batch, like=arguments[0]), *arguments), updated)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -75,7 +75,7 @@ def test_any_shape(size, batch):
 
 def test_a_layout_of_nothing():
     twin, empty = kernels.fast(reference(rule="direction-and-magnitude"), "cpu"), torch.zeros(0).double()
-    update, state = twin.advance(empty, twin.init(Layout((), ()), like=empty), empty, torch.tensor(1.0))
+    update, state = twin.update_(empty, twin.init(Layout((), ()), like=empty), empty, loss=torch.tensor(1.0))
     assert update.shape == (0,)
     assert state.shared["step"] == 1
 
@@ -95,7 +95,7 @@ def twin_of(rule):
         laws.assert_optimiser_changes_nothing,
         laws.assert_batch_rows_are_separate_runs,
         laws.assert_permutes_with_its_coordinates,
-        laws.assert_blocks_are_parts_of_the_whole,
+        laws.assert_is_local,
         partial(laws.assert_state_is_like, like=torch.zeros(1).double(), dtype=torch.float64),
     ],
     ids=["changes nothing", "rows", "permutes", "blocks", "state"],
@@ -114,7 +114,7 @@ def test_update_is_a_function_of_phi(rule):
     laws.assert_update_is_a_function_of_phi(twin, other)
     layout, gradients, params, losses = problem(50)
     wanted = rolled(other.update, other.init(layout, like=params), gradients, params, losses)
-    for function in (twin.update_with, twin.advance_with):
+    for function in (twin.update_with, twin.update_with_):
         state = twin.init(layout, like=params)
         laws.assert_same(rolled(partial(function, other.phi()), state, gradients, params, losses), wanted)
 
@@ -131,7 +131,7 @@ def test_derivatives_are_the_references(rule):
     laws.assert_same(*slopes)
     leaf = grads.clone().requires_grad_()
     assert twin.update_with(pytree.tree_map(torch.detach, twin.phi()), leaf, state, params)[0].requires_grad
-    assert not any(result.requires_grad for result in pytree.tree_leaves(twin.advance(leaf, state, params)))
+    assert not any(result.requires_grad for result in pytree.tree_leaves(twin.update_(leaf, state, params)))
 
 
 @pytest.mark.parametrize("threads", [2, 3])
@@ -170,7 +170,7 @@ def test_bad_gradients_are_the_references(rule, dtype):
     state = optimiser.init(layout, (2,), like=params)
     wanted = rolled(optimiser.update, state, gradients, params, losses)
     twin = kernels.fast(optimiser, "cpu")
-    results = rolled(twin.advance, state, gradients, params, losses)
+    results = rolled(twin.update_, state, gradients, params, losses)
     laws.assert_close(results, wanted, 2 * TOLERANCE[dtype])
     assert results[-1][2]["skipped"].tolist() == [4, 2]
     for (update, _, _), bad in zip(results[1:4], ((0, 3), (1, 0), (0, 7)), strict=True):
@@ -184,7 +184,7 @@ def test_views_are_read_as_they_are():
     wanted = rolled(twin.update, state, gradients, params, losses)
     turned = pytree.tree_map(lambda t: t.mT.contiguous().mT if t.dim() > 1 else t, state._replace(shared={}))
     turned = turned._replace(shared=state.shared)
-    for function in (twin.update, twin.advance):
+    for function in (twin.update, twin.update_):
         results = rolled(function, turned, gradients.mT.contiguous().mT, params.mT.contiguous().mT, losses)
         laws.assert_same(results, wanted)
 
@@ -196,28 +196,28 @@ def test_an_expanded_state_is_copied_once(size):
     zero = torch.zeros((), dtype=params.dtype)
     expanded = state._replace(coordinates={key: zero.expand(value.shape) for key, value in state.coordinates.items()})
     wanted = rolled(twin.update, state, gradients, params, losses)
-    laws.assert_same(rolled(twin.advance, expanded, gradients, params, losses), wanted)
+    laws.assert_same(rolled(twin.update_, expanded, gradients, params, losses), wanted)
     assert zero == 0
 
 
 @each_rule
-def test_advance_works_in_place(rule):
+def test_update__works_in_place(rule):
     """The state stays where it is, and so does the update."""
     twin, (layout, gradients, params, _) = twin_of(rule), problem(3000)
     state, places = twin.init(layout, like=params), []
     for grads in gradients:
-        update, state = twin.advance(grads, state, params)
+        update, state = twin.update_(grads, state, params)
         places.append([value.data_ptr() for value in (update, *state.coordinates.values())])
     assert places == [places[0]] * len(places)
 
 
 def test_a_copy_is_a_twin_of_its_own():
     twin, (layout, gradients, params, losses) = twin_of("additive"), problem(30)
-    wanted = rolled(twin.advance, twin.init(layout, like=params), gradients, params, losses)
+    wanted = rolled(twin.update_, twin.init(layout, like=params), gradients, params, losses)
     other = copy.deepcopy(twin)
     with torch.no_grad():
         twin.reference.head.weight.zero_()
-    laws.assert_same(rolled(other.advance, other.init(layout, like=params), gradients, params, losses), wanted)
+    laws.assert_same(rolled(other.update_, other.init(layout, like=params), gradients, params, losses), wanted)
 
 
 def test_phi_is_shared():
@@ -235,13 +235,13 @@ def test_phi_is_shared():
         lambda t: t.float() if t.is_floating_point() else t, (gradients, params, losses, state)
     )
     wanted = rolled(optimiser.update, state, gradients, params, losses)
-    laws.assert_close(rolled(twin.advance, state, gradients, params, losses), wanted, 2e-6)
+    laws.assert_close(rolled(twin.update_, state, gradients, params, losses), wanted, 2e-6)
 
 
 def test_a_loss_that_is_not_given_is_asked_for():
     twin, (layout, (grads, *_), params, _) = kernels.fast(reference(items=["loss"]), "cpu"), problem(5)
     with pytest.raises(UserError, match="pass loss="):
-        twin.advance(grads, twin.init(layout, like=params), params)
+        twin.update_(grads, twin.init(layout, like=params), params)
 
 
 class OwnInput(inputs.LogStep):

@@ -35,7 +35,7 @@ def test_permutes_with_its_coordinates(make):
 
 @each_optimiser
 def test_blocks_are_parts_of_the_whole(make):
-    laws.assert_blocks_are_parts_of_the_whole(make())
+    laws.assert_is_local(make())
 
 
 @each_optimiser
@@ -84,7 +84,7 @@ def test_a_bad_gradient_moves_nothing_and_is_counted(make, bad):
     _, state = laws.roll(optimiser.update, optimiser.init(laws.LAYOUT, (2,), like=params), gradients, params)
     spoilt, losses = normal(2, 7, seed=2), laws.loss_at(params)
     spoilt[0, [1, 5]] = bad
-    update, after = optimiser.update(spoilt, state, params, losses)
+    update, after = optimiser.update(spoilt, state, params, loss=losses)
     assert update[0, [1, 5]].eq(0).all()
     assert update.isfinite().all()
     assert update.ne(0).sum() == 12
@@ -93,8 +93,8 @@ def test_a_bad_gradient_moves_nothing_and_is_counted(make, bad):
         assert kept[0, ..., [1, 5]].all() if value.dim() == 2 else kept[:, 0, [1, 5]].all()
         assert value.isfinite().all()
     assert after.shared["skipped"].tolist() == [2, 0]
-    assert optimiser.update(spoilt, after, params, losses)[1].shared["skipped"].tolist() == [4, 0]
-    loss = optimiser.update(spoilt, state, params, losses)[0].sum()
+    assert optimiser.update(spoilt, after, params, loss=losses)[1].shared["skipped"].tolist() == [4, 0]
+    loss = optimiser.update(spoilt, state, params, loss=losses)[0].sum()
     assert all(piece.isfinite().all() for piece in torch.autograd.grad(loss, list(optimiser.parameters())))
 
 
@@ -125,7 +125,8 @@ def test_sizes(inputs, size, rule, heads):
     count = (5 * size + 5) + 4 * (25 + 25 + 5) + (heads * 5 + heads) + (heads == 2)
     assert sum(value.numel() for value in optimiser.phi().values()) == count
     assert optimiser.embedding.weight.shape == (5, size)
-    assert optimiser.coordinatewise is (rule == "additive")
+    assert optimiser.coordinatewise
+    assert optimiser.groupings == (() if rule == "additive" else ("tensors",))
 
 
 @pytest.mark.parametrize(

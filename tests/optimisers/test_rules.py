@@ -6,28 +6,27 @@ import laws
 import oracles
 import pytest
 import torch
-from implementations import RULES, normal, seeded
+from implementations import RULES, normal, seeded, sight
 
-from l2lopt.core.types import Layout
-from l2lopt.optimisers.inputs import Sight
-from l2lopt.optimisers.rules import Additive, Bounded, DirectionAndMagnitude, Gated, root_mean_square, spread
+from l2lopt.core.layout import Layout
+from l2lopt.optimisers.rules import Additive, Bounded, DirectionAndMagnitude, Gated, root_mean_square
 
 LAYOUT = Layout(("scalar", "matrix", "vector"), ((), (2, 2), (3,)))
 SIZES = (1, 4, 3)
 
 
 def see(params, step, grads=None):
-    return Sight(torch.zeros_like(params) if grads is None else grads, params, torch.tensor(step), None)
+    return sight(torch.zeros_like(params) if grads is None else grads, params, step, layout=LAYOUT)
 
 
 def apply(rule, outputs, nominal, params, step, grads=None):
     features = {"rnnprop": torch.stack([nominal, torch.full_like(nominal, 1e9)])}
     memory = {name: torch.zeros_like(params) for name in rule.memory}
-    return rule(outputs, features, see(params, step, grads), memory, measure)[0]
+    return rule(outputs, features, see(params, step, grads), memory)[0]
 
 
 def measure(values):
-    return spread(root_mean_square(values, LAYOUT), LAYOUT)
+    return LAYOUT.tensors.spread(root_mean_square(values, LAYOUT))
 
 
 def rolled_out(rule, oracle, step, tolerance=1e-13, **options):
@@ -54,7 +53,7 @@ def test_gated_over_three_steps():
     outputs, grads, theta = normal(3, 2, 8), normal(3, 8, seed=1), normal(8, seed=2)
     memory, gates, wanted = dict.fromkeys(rule.memory, torch.zeros(8).double()), [(0.0, 0.0)] * 8, theta.tolist()
     for step in range(3):
-        update, memory = rule(outputs[step], {}, see(theta, step + 1, grads[step]), memory, measure)
+        update, memory = rule(outputs[step], {}, see(theta, step + 1, grads[step]), memory)
         theta = theta + update
         moved = [
             oracles.gated(phi, *outputs[step, :, k].tolist(), float(grads[step, k]), wanted[k], gates[k])
@@ -85,7 +84,7 @@ def test_without_nominal_the_inputs_are_not_looked_at():
     rule = DirectionAndMagnitude(nominal=False).double()
     outputs, params = normal(2, 8), normal(8, seed=2)
     wanted = oracles.direction_and_magnitude(outputs.T.tolist(), [0.0] * 8, params.tolist(), 1, SIZES)
-    update, _ = rule(outputs, {}, see(params, 1), {}, measure)
+    update, _ = rule(outputs, {}, see(params, 1), {})
     laws.assert_close(update, torch.tensor(wanted, dtype=torch.float64), 1e-13)
 
 
@@ -100,7 +99,7 @@ def test_steps_by_fan_in_are_relative_to_the_size_of_initial_weights():
     """Tensors (), (2, 2), (3,): the root mean square of their updates is s/√1, s/√2 and, after that matrix, s/√2."""
     rule = DirectionAndMagnitude(0.1, weight_decay=0.0, nominal=False, by_fan_in=True).double()
     outputs, params = normal(2, 8), normal(8, seed=2)
-    update, _ = rule(outputs, {}, see(params, 1), {}, lambda d: spread(root_mean_square(d, LAYOUT, True), LAYOUT))
+    update, _ = rule(outputs, {}, see(params, 1), {})
     sizes = [part.square().mean().sqrt().item() for part in LAYOUT.split(update)]
     assert sizes == pytest.approx([0.1, 0.1 / 2**0.5, 0.1 / 2**0.5], rel=1e-12)
 

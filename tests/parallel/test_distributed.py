@@ -73,7 +73,8 @@ def test_two_processes_meta_train_as_one(tmp_path):
             import optimisees
             from l2lopt import estimators, optimisers
             from l2lopt.parallel import processes
-            from l2lopt.training.meta_train import MetaTrainSettings, UnrollSettings, meta_train
+            from l2lopt.training.meta_train import meta_train
+            from l2lopt.training.settings import MetaTrainSettings, UnrollSettings
 
             def trained():
                 optimiser = optimisers.make("coordinatewise", hidden_size=3, rule="additive").double()

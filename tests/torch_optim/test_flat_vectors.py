@@ -10,7 +10,7 @@ from descent import LSTM, RULES, descend, each_optimiser, start
 from implementations import OPTIMISERS, normal
 
 from l2lopt import LearnedOptimizer
-from l2lopt.torch_optim import flat_vectors
+from l2lopt.torch_optim import blocks
 
 
 @each_optimiser
@@ -69,7 +69,7 @@ def test_a_state_in_bfloat16_is_worked_on_in_pieces(name, monkeypatch):
     """The first update is exact, later ones come from a rounded state; what is shared is that of the whole."""
     results = {}
     for piece, dtype in ((2**16, "float32"), (2**16, "bfloat16"), (3, "bfloat16")):
-        monkeypatch.setattr(flat_vectors, "BLOCK", piece)
+        monkeypatch.setattr(blocks, "BLOCK", piece)
         params = start()
         optimizer = LearnedOptimizer(params.values(), RULES[name](), state_dtype=dtype)
         (params["vector"] * math.nan).sum().backward()

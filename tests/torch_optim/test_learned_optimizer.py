@@ -26,7 +26,7 @@ def test_equals_the_rule_run_by_hand_to_the_bit(rule):
         loss = bumpy(layout.unravel(leaf), step)
         (grads,) = torch.autograd.grad(loss, leaf)
         with torch.no_grad():
-            change, state = by_hand.update(grads, state, theta, loss.detach())
+            change, state = by_hand.update(grads, state, theta, loss=loss.detach())
         theta = theta + change
     laws.assert_same(descend(params, LearnedOptimizer(list(params.items()), rule()), range(6)), layout.unravel(theta))
 
@@ -152,7 +152,7 @@ def test_ranks_and_dtypes(rule, dtype):
         for param, grad in zip(params.values(), layout.split(grads), strict=True):
             param.grad = grad.view(param.shape).clone()
         optimizer.step(loss=1.0)
-        update, state = by_hand.update(grads.to(precise), state, theta.to(precise), torch.ones((), dtype=precise))
+        update, state = by_hand.update(grads.to(precise), state, theta.to(precise), loss=torch.ones((), dtype=precise))
         theta = (theta.to(precise) + 0.5 * update).to(dtype)
     laws.assert_same({name: value.detach() for name, value in params.items()}, layout.unravel(theta))
     for name, param in params.items():

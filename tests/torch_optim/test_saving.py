@@ -4,6 +4,7 @@ import pickle
 import subprocess
 import sys
 from copy import deepcopy
+from pathlib import Path
 
 import laws
 import pytest
@@ -75,13 +76,13 @@ def test_copies_go_on_by_themselves(rule, again):
     [
         (
             {"weights": LSTM(seed=1)},
-            r"expected the state of weights (\w{16}), found that of weights (?!\1)\w{16}; make",
+            r"expected the state of weights (2:\w{16}), found that of weights (?!\1)2:\w{16}; make",
         ),
         (
             {"weights": optimisers.SGD(0.2)},
-            r"expected the state of weights (\w{16}), found that of weights (?!\1)\w{16}",
+            r"expected the state of weights (2:\w{16}), found that of weights (?!\1)2:\w{16}",
         ),
-        ({"fallback": None}, r"expected the state of fallback None, found that of fallback \w{16}"),
+        ({"fallback": None}, r"expected the state of fallback None, found that of fallback 2:\w{16}"),
     ],
     ids=["another φ", "another rule", "no fallback"],
 )
@@ -96,6 +97,62 @@ def test_the_state_of_other_rules_is_refused(other, message):
     laws.assert_same(another.state_dict(), before)
     with pytest.raises(UserError, match=r"found that of weights None"):
         another.load_state_dict(torch.optim.SGD(params.values(), lr=0.1).state_dict())
+
+
+OLD = Path(__file__).parents[1] / "golden" / "state-digest-1.pt"
+"""Name → the states of Linear(3, 2) and `LearnedOptimizer(…, name, fallback="adam")` after three steps, as 0.1.0 left
+them when hashes had no version."""
+
+
+def linear(name, saved):
+    model = torch.nn.Linear(3, 2)
+    model.load_state_dict(saved["model"])
+    return dict(model.named_parameters()), LearnedOptimizer(model.named_parameters(), name, fallback="adam")
+
+
+@pytest.mark.parametrize("name", ["lstm", "ihc-lstm"])
+def test_a_state_with_a_hash_of_the_first_version_goes_on(name):
+    saved = torch.load(OLD, weights_only=True)[name]
+    params, optimizer = linear(name, saved)
+    marks = {key: optimizer.param_groups[0][key] for key in ("weights", "fallback")}
+    before = deepcopy(saved["optimizer"])
+    optimizer.load_state_dict(saved["optimizer"])
+    laws.assert_same(saved["optimizer"], before)
+    assert {key: optimizer.param_groups[0][key] for key in marks} == marks
+    again, other = linear(name, saved)
+    saved["optimizer"]["param_groups"][0] |= marks
+    other.load_state_dict(saved["optimizer"])
+    laws.assert_same(optimizer.state_dict(), other.state_dict())
+    laws.assert_same(descend(params, optimizer, range(3)), descend(again, other, range(3)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weights": "lstm"}, r"expected the state of fallback None, found that of fallback \w{16}"),
+        ({"weights": {"name": "adam", "lr": 0.1}, "fallback": "adam"}, r"weight: expected .*'m'.*found .*'cell\.h'"),
+        ({"weights": {"name": "sgd", "lr": 0.1}, "fallback": "adam"}, r"weight: expected \{\}, found .*'cell\.h'"),
+        ({"weights": LSTM(hidden_size=3), "fallback": "adam"}, r"'cell\.h': \(3,\).*'cell\.h': \(20,\)"),
+        ({"weights": "lstm", "fallback": "momentum"}, r"weight: expected .*'velocity'.*found .*'m'"),
+    ],
+)
+def test_such_a_state_of_other_rules_is_refused_where_that_shows(options, message):
+    saved = torch.load(OLD, weights_only=True)["lstm"]
+    optimizer = LearnedOptimizer(torch.nn.Linear(3, 2).named_parameters(), **options)
+    before = deepcopy(optimizer.state_dict())
+    with pytest.raises(UserError, match=message):
+        optimizer.load_state_dict(saved["optimizer"])
+    laws.assert_same(optimizer.state_dict(), before)
+
+
+def test_such_a_state_of_a_hand_made_rule_goes_on():
+    params = start()
+    optimizer = LearnedOptimizer(params.values(), optimisers.SGD(0.1))
+    descend(params, optimizer, range(2))
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["weights"] = "0123456789abcdef"
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["weights"] in optimizer.rules
 
 
 def test_a_state_of_another_kind_is_taken_up():

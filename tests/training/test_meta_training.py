@@ -1,5 +1,6 @@
-"""Meta-training: the loop around an unroll."""
+"""Meta-training: the loop around an estimator of the meta-gradient."""
 
+import json
 import math
 from functools import partial
 
@@ -10,11 +11,14 @@ from pydantic import ValidationError
 
 import optimisees
 from l2lopt import optimisers
+from l2lopt.core.errors import UserError
 from l2lopt.core.types import generator, seed_of
 from l2lopt.estimators import Blockwise, MetaGradient, Taped, Unroll
 from l2lopt.evaluation.comparison import run_free
 from l2lopt.optimisers import Optimiser
-from l2lopt.training.meta_train import MetaTrainSettings, Targets, UnrollSettings, inner_steps, meta_train
+from l2lopt.training.inner_runs import inner_steps
+from l2lopt.training.meta_train import meta_train
+from l2lopt.training.settings import MetaTrainSettings, Targets, UnrollSettings
 
 
 class LearnedRate(Optimiser):
@@ -24,10 +28,10 @@ class LearnedRate(Optimiser):
         super().__init__()
         self.rate = torch.nn.Parameter(torch.tensor(rate, dtype=torch.float64))
 
-    def init(self, layout, batch=(), *, like=None):
+    def init(self, layout, batch=(), *, like=None, total_steps=None):
         return optimisers.SGD(1.0).init(layout, batch, like=like)
 
-    def update(self, grads, state, params, loss=None, after=None):
+    def update(self, grads, state, params, *, loss=None):
         return -self.rate * grads, state
 
 
@@ -307,13 +311,75 @@ def log_loss(problem, optimiser):
 
 
 @pytest.mark.parametrize(
-    ("rule", "inputs", "told"),
+    ("rule", "inputs", "noted"),
     [("additive", [], False), ("direction-and-magnitude", [], False), ("direction-and-magnitude", ["parameter"], True)],
 )
-def test_what_a_meta_gradient_takes_and_leaves_out_is_told_once(quadratic, caplog, rule, inputs, told):
+def test_what_a_meta_gradient_takes_and_leaves_out_is_logged_once(quadratic, caplog, rule, inputs, noted):
     optimiser = optimisers.make("coordinatewise", hidden_size=3, rule=rule, inputs=["rnnprop", *inputs]).double()
     with caplog.at_level("INFO", logger="l2lopt"):
         train(optimiser, quadratic, Blockwise(), unrolls=UnrollSettings(length=6, truncation=3))
     lines = [record.getMessage() for record in caplog.records]
     assert sum("a meta-gradient of 3 steps: record" in line for line in lines) == 1
-    assert sum("slope" in line for line in lines) == told
+    assert sum("taken as constants" in line for line in lines) == noted
+
+
+class Planned(Taped):
+    """An estimator of somebody's own that knows what it takes."""
+
+    def __init__(self, refuses):
+        super().__init__()
+        self.lengths, self.refuses = [], refuses
+
+    def plan(self, update, loss, phi, carry, steps, length):
+        if self.refuses:
+            raise UserError("memory", expected="enough", found="too little", remedy="take a shorter run")
+        assert loss(carry.params, carry.aux, next(iter(steps)).batch)[0].isfinite()
+        self.lengths.append(length)
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_any_estimator_may_plan_each_larger_meta_gradient_once(quadratic, refuses):
+    """Whatever its class is: the loop knows the contract alone, and what a plan refuses is not begun."""
+    estimator = Planned(refuses)
+    unrolls = UnrollSettings(length=6, curriculum=4)
+    if refuses:
+        with pytest.raises(UserError, match="memory: expected enough"):
+            train(LearnedRate(1e-3), quadratic, estimator, unrolls=unrolls)
+    else:
+        train(LearnedRate(1e-3), quadratic, estimator, unrolls=unrolls)
+    assert estimator.lengths == ([] if refuses else [2, 3, 4, 6])
+
+
+class InMemory:
+    """A checkpoint in memory."""
+
+    def __init__(self):
+        self.saved = None
+
+    def save(self, facts, tensors):
+        self.saved = json.loads(json.dumps(facts)), {name: value.detach().clone() for name, value in tensors.items()}
+
+    def load(self):
+        return self.saved
+
+
+def test_a_checkpoints_keys_are_those_of_earlier_versions(quadratic):
+    """Whoever renames one of them locks users out of the runs that they have interrupted."""
+    optimiser, checkpoint = LearnedRate(1e-3), InMemory()
+    settings = MetaTrainSettings(updates=3, validate_every=2, checkpoint_every=1)
+    unrolls = UnrollSettings(length=9, truncation=2)
+    meta_train(optimiser, [quadratic], Taped(), settings, unrolls, score=lambda _: 0.0, checkpoint=checkpoint)
+    facts, tensors = checkpoint.saved
+    assert facts == {
+        "update": 3,
+        "begun": 1,
+        "runs": [{"number": 0, "update": 1, "done": 6}],
+        "score": 0.0,
+        "best_update": 0,
+        "inner_steps": 6,
+        "skipped": 0,
+        "scores": [[0, 0.0], [2, 0.0], [3, 0.0]],
+        "validated": True,
+    }
+    adam = {f"adam/rate/{key}" for key in ("step", "exp_avg", "exp_avg_sq")}
+    assert {"best/rate", "phi/rate", *adam} | {name for name in tensors if name.startswith("run/0/")} == set(tensors)

@@ -309,3 +309,13 @@ def test_damaged_records_are_not_drawn(tmp_path, content):
 def test_the_curve_is_smoothed_over_what_went_before():
     values = plotting._running_mean(plotting.np.array([1.0, 3.0, 5.0, 7.0]), 2)
     assert values.tolist() == [1.0, 2.0, 4.0, 6.0]
+
+
+def test_a_checkpoints_keys_are_those_of_earlier_versions(tmp_path):
+    """Whoever renames one of them locks users out of the runs that they have interrupted."""
+    l2lopt.train(config(patience=9), tmp_path / "run")
+    header, tensors = tensor_file.read(tmp_path / "run" / "checkpoint.safetensors", "l2lopt.checkpoint", "", "")
+    assert set(header["facts"]) == {"step", "place"}
+    state = unpack(header["facts"]["place"], tensors)
+    assert [*state] == ["params", "aux", "step", "diverged", "watched", "best", "mean", "averaged", "optimizer"]
+    assert [*state["best"]] == ["evaluation", "loss", "step", "params", "aux"]

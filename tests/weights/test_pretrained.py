@@ -1,7 +1,9 @@
 """The learned optimisers that come with the package."""
 
+import laws
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import l2lopt
 from l2lopt import optimisers
@@ -31,6 +33,12 @@ def test_the_header_says_how_they_were_made_and_what_they_are_worth(name):
         shown = {row["optimiser"] for row in rows}
         assert {"LSTM", "IHC-LSTM", "control: the rule without its network", "adam"} <= shown
     assert (files.HOME / f"{name}.safetensors").stat().st_size < 100_000
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_they_come_as_they_are_in_their_files(name):
+    phi = {key: value.detach() for key, value in sorted(l2lopt.load(name).phi().items())}
+    laws.assert_same(phi, dict(sorted(load_file(files.HOME / f"{name}.safetensors").items())))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,6 +1,8 @@
 """Learned optimisers as files."""
 
+import functools
 import json
+from contextlib import contextmanager
 from copy import deepcopy
 
 import pytest
@@ -104,6 +106,122 @@ def test_a_digest_sees_what_a_rule_does():
     one, other = optimisers.make("sgd", lr=1.0), optimisers.make("sgd", lr=1.0)
     one.squash, other.squash = Squash(), Squash()
     assert files.digest(one) == files.digest(other)
+
+
+@contextmanager
+def renamed(*kinds):
+    before = [kind.__qualname__ for kind in kinds]
+    for kind in kinds:
+        kind.__qualname__ = f"Renamed{kind.__name__}"
+    try:
+        yield
+    finally:
+        for kind, name in zip(kinds, before, strict=True):
+            kind.__qualname__ = name
+
+
+def test_a_rename_or_a_new_attribute_leaves_the_digest_alone(monkeypatch):
+    before = {name: files.digest(build()) for name, build in DESCRIBED.items()}
+    kinds = {type(part) for build in DESCRIBED.values() for part in build().modules()}
+    kinds = [kind for kind in kinds if kind.__module__.startswith("l2lopt.")]
+    for kind in kinds:
+        monkeypatch.setattr(kind, "__init__", with_other_attributes(kind.__init__))
+    assert DESCRIBED["lstm"]().needs_loss is False
+    with renamed(*kinds):
+        assert {name: files.digest(build()) for name, build in DESCRIBED.items()} == before
+
+
+def with_other_attributes(init):
+    """A constructor that leaves one attribute more and some under other names."""
+
+    @functools.wraps(init)
+    def wrapped(self, *options, **named):
+        init(self, *options, **named)
+        self.needs_loss = False
+        for name in {"lr", "eps", "p", "scale", "step_size"} & vars(self).keys():
+            setattr(self, f"its_{name}", vars(self).pop(name))
+
+    return wrapped
+
+
+DESCRIBED = {
+    "lstm": lambda: files.load("lstm"),
+    "ihc-lstm": lambda: files.load("ihc-lstm"),
+    "gated": lambda: made(rule="gated", inputs=["log-and-sign", "momenta"]),
+    **{name: functools.partial(optimisers.make, name, lr=0.1) for name in optimisers.HANDMADE},
+}
+DIGESTS = {
+    "lstm": "2:aefd9cba8941ece9",
+    "ihc-lstm": "2:91dcd6ffcfeb38a2",
+    "sgd": "2:a7e69f55735db3b3",
+    "momentum": "2:acf2d84f234b3090",
+    "adam": "2:f3d90d69418fd611",
+    "adamw": "2:b8653914b4033c14",
+    "normalised-adam": "2:f56b6cbe1fd982c8",
+}
+
+
+def test_a_digest_has_its_version_and_is_the_same_for_ever():
+    """What stands in users' states; a new version of it needs a way to take up those."""
+    assert {name: files.digest(DESCRIBED[name]()) for name in DIGESTS} == DIGESTS
+
+
+def test_one_description_said_in_two_ways_has_one_digest():
+    one = made(cell={"name": "lstm"}, inputs=["log-and-sign", {"name": "rnnprop"}])
+    assert files.digest(one) == files.digest(made(inputs=["log-and-sign", "rnnprop"], cell="lstm"))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"rule": {"name": "direction-and-magnitude", "step_size": 0.02}},
+        {"inputs": [{"name": "log-and-sign", "p": 5.0}, "rnnprop", "log-step"]},
+        {"head_scale": 0.2},
+        {"seed": 1},
+    ],
+)
+def test_another_option_is_another_digest(other):
+    assert files.digest(made(**other)) != files.digest(made())
+
+
+def test_each_number_and_dtype_counts():
+    names = [*made().phi()]
+    digests = {files.digest(made()), files.digest(made().double())}
+    for name in names:
+        optimiser = made()
+        with torch.no_grad():
+            optimiser.phi()[name].view(-1)[0] += 1e-3
+        digests.add(files.digest(optimiser))
+    assert len(digests) == 2 + len(names)
+
+
+def test_without_a_description_options_and_kinds_count():
+    rates = torch.tensor([0.1, 0.2]), torch.tensor([0.1, 0.20001])
+    rules = [optimisers.SGD(0.1), optimisers.SGD(0.2), optimisers.Momentum(0.1), Other(0.1), optimisers.adam(0.1)]
+    rules += [optimisers.AdamW(0.1, eps=0.2), optimisers.AdamW(0.2, eps=0.1), *map(optimisers.SGD, rates)]
+    rules += [optimisers.coordinatewise(rule=rule) for rule in ("additive", "bounded")]
+    rules += [optimisers.coordinatewise(cell=cell) for cell in ("lstm", "gru", "ihc-lstm")]
+    assert len({files.digest(rule) for rule in rules}) == len(rules)
+    assert files.digest(optimisers.SGD(0.1)) == files.digest(optimisers.SGD(0.1))
+
+
+def test_without_a_description_a_name_of_ours_does_not_count():
+    rules = optimisers.coordinatewise(), optimisers.SGD(0.1)
+    before = [files.digest(rule) for rule in rules]
+    with renamed(optimisers.Coordinatewise, optimisers.SGD):
+        assert [files.digest(rule) for rule in rules] == before
+
+
+def test_a_description_of_another_table_does_for_a_digest():
+    one, other = (optimisers.build({"name": "own", "lr": lr}, {"own": Other}) for lr in (0.1, 0.2))
+    assert files.digest(one) != files.digest(other)
+
+
+class Other(optimisers.SGD):
+    """Somebody's own rule."""
+
+    def __init__(self, lr: float) -> None:
+        super().__init__(lr)
 
 
 class Squash:

@@ -17,7 +17,7 @@ from l2lopt.optimisers.inputs import Input, Sight
 Write: TypeAlias = Callable[[Sequence[Tensor], Block], None]
 
 
-class Rows(NamedTuple):
+class FeatureRows(NamedTuple):
     """How an input's features come about in one step.
 
     Attributes:
@@ -29,7 +29,7 @@ class Rows(NamedTuple):
     write: Write
 
 
-def log_and_sign(name: str, item: inputs.LogAndSign, sight: Sight, step: int) -> Rows:
+def log_and_sign(name: str, item: inputs.LogAndSign, sight: Sight, step: int) -> FeatureRows:
     """Rows log max(|g|, e⁻ᵖ) and eᵖ g cut at ±1: sign g from |g| = e⁻ᵖ on. Five operations."""
     least = _least(item.p, sight.grads)
 
@@ -38,10 +38,10 @@ def log_and_sign(name: str, item: inputs.LogAndSign, sight: Sight, step: int) ->
         torch.abs(block.grads, out=size).clamp_(min=least).log_()
         torch.div(block.grads, least, out=sign).clamp_(-1, 1)
 
-    return Rows([1 / item.p, 1.0], write)
+    return FeatureRows([1 / item.p, 1.0], write)
 
 
-def rnnprop(name: str, item: inputs.RNNprop, sight: Sight, step: int) -> Rows:
+def rnnprop(name: str, item: inputs.RNNprop, sight: Sight, step: int) -> FeatureRows:
     """Rows m and g over √v + ε√(1 − β₂ᵗ), the other corrections left as factors. Seven operations."""
     m_key, v_key = f"{name}.m", f"{name}.v"
     beta1, beta2 = item.beta1, item.beta2
@@ -56,10 +56,10 @@ def rnnprop(name: str, item: inputs.RNNprop, sight: Sight, step: int) -> Rows:
         torch.div(m, scale, out=m_hat)
         torch.div(block.grads, scale, out=g_hat)
 
-    return Rows([unbias / (1 - beta1**step), unbias], write)
+    return FeatureRows([unbias / (1 - beta1**step), unbias], write)
 
 
-def momenta(name: str, item: inputs.Momenta, sight: Sight, step: int) -> Rows:
+def momenta(name: str, item: inputs.Momenta, sight: Sight, step: int) -> FeatureRows:
     """Rows m_β over √v + ε√(1 − β₂ᵗ). Four operations and two a feature."""
     keys, v_key = [f"{name}.m{index}" for index in range(item.size)], f"{name}.v"
     unbias = math.sqrt(1 - item.square_beta**step)
@@ -72,23 +72,23 @@ def momenta(name: str, item: inputs.Momenta, sight: Sight, step: int) -> Rows:
             m = torch.lerp(block.before[key], block.grads, 1 - beta, out=block.after[key])
             torch.div(m, scale, out=row)
 
-    return Rows([unbias / (1 - beta**step) for beta in item.betas], write)
+    return FeatureRows([unbias / (1 - beta**step) for beta in item.betas], write)
 
 
-def log_step(name: str, item: inputs.LogStep, sight: Sight, step: int) -> Rows:
+def log_step(name: str, item: inputs.LogStep, sight: Sight, step: int) -> FeatureRows:
     """1, with the factor log(t) / scale."""
-    return Rows([math.log(step) / item.scale], lambda rows, block: _fill(rows[0], 1.0))
+    return FeatureRows([math.log(step) / item.scale], lambda rows, block: _fill(rows[0], 1.0))
 
 
-def parameter(name: str, item: inputs.Parameter, sight: Sight, step: int) -> Rows:
+def parameter(name: str, item: inputs.Parameter, sight: Sight, step: int) -> FeatureRows:
     """θ."""
-    return Rows([1.0], lambda rows, block: _copy(rows[0], block.params))
+    return FeatureRows([1.0], lambda rows, block: _copy(rows[0], block.params))
 
 
-def loss(name: str, item: inputs.Loss, sight: Sight, step: int) -> Rows:
+def loss(name: str, item: inputs.Loss, sight: Sight, step: int) -> FeatureRows:
     """What the reference makes of each row's loss, as often as the row has coordinates in the block."""
     n = sight.grads.shape[-1]
-    first = Sight(sight.grads[..., :1], sight.params[..., :1], sight.step, sight.loss)
+    first = sight._replace(grads=sight.grads[..., :1], params=sight.params[..., :1])
     values = item(first, {})[0].flatten(1).tolist()
     segments = Segments([n] * (sight.grads.numel() // max(n, 1)))
 
@@ -99,10 +99,10 @@ def loss(name: str, item: inputs.Loss, sight: Sight, step: int) -> Rows:
                 row[at : at + size].fill_(value[index])
             at += size
 
-    return Rows([1.0, 1.0], write)
+    return FeatureRows([1.0, 1.0], write)
 
 
-ROWS: Mapping[type[Input], Callable[[str, Any, Sight, int], Rows]] = {
+ROWS: Mapping[type[Input], Callable[[str, Any, Sight, int], FeatureRows]] = {
     inputs.LogAndSign: log_and_sign,
     inputs.RNNprop: rnnprop,
     inputs.Momenta: momenta,

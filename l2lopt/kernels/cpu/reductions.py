@@ -6,9 +6,10 @@ from math import prod
 import torch
 from torch import Size, Tensor
 
-from l2lopt.core.types import Layout
+from l2lopt.core.layout import Layout
 from l2lopt.kernels.cpu.block import Segments
-from l2lopt.optimisers.rules import EPS
+from l2lopt.kernels.recorded import root_of
+from l2lopt.optimisers.rules import DIRECTION
 
 
 class RootMeanSquare:
@@ -34,10 +35,11 @@ class RootMeanSquare:
         for index, value in squares:
             sums[index] += value
         squares = torch.tensor(sums, dtype=torch.float64).view(*self._batch, len(self._layout.sizes))
-        return of_sums(squares, self._layout, self._by_fan_in).to(like.dtype)
+        means = self._layout.tensors.mean_of_sums(DIRECTION, squares)
+        return root_of(means, self._layout, self._by_fan_in).to(like.dtype)
 
-    def divide(self, start: int, directions: Tensor, factors: list[float]) -> None:
-        """S·d / RMS in the place of d, `factors` the S / RMS per segment."""
+    def multiply(self, start: int, directions: Tensor, factors: list[float]) -> None:
+        """Multiplies each segment by its factor."""
         for index, part in self._parts(start, directions):
             part.mul_(factors[index])
 
@@ -45,9 +47,3 @@ class RootMeanSquare:
         within = list(self._segments.within(start, directions.shape[0]))
         parts = directions.split_with_sizes([size for _, size in within])
         return [(index, part) for (index, _), part in zip(within, parts, strict=True)]
-
-
-def of_sums(squares: Tensor, layout: Layout, by_fan_in: bool) -> Tensor:
-    """The root mean squares of sums of squares [*batch, tensors], as in `rules.root_mean_square`."""
-    factors = squares.new_tensor(layout.fan_ins) if by_fan_in else 1
-    return ((layout.means(squares) + EPS**2) * factors).sqrt()

@@ -1,23 +1,32 @@
 """Backpropagation through a window of the coordinatewise learned optimiser for a block, written by hand."""
 
+from collections.abc import Mapping
+from functools import partial
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from l2lopt.cells.lstm import LSTM
 from l2lopt.core.errors import UserError
-from l2lopt.core.types import Params, Window
-from l2lopt.kernels.cpu.cell_steps import CellSteps, IHCLSTMSteps, LSTMSteps
-from l2lopt.kernels.cpu.rule_steps import RULE_STEPS, DirectionAndMagnitudeSteps, RuleSteps
+from l2lopt.core.layout import Params
+from l2lopt.estimators.window import BlockAdjoints, MeanAdjoint, Window
+from l2lopt.kernels import recorded
+from l2lopt.kernels.cpu.block import Block
+from l2lopt.kernels.cpu.cells import CellKernel, Record, cell_kernel
+from l2lopt.kernels.cpu.rules import KERNELS, DirectionAndMagnitude, Normaliser, RuleKernel
 from l2lopt.kernels.cpu.trace import Trace
 from l2lopt.kernels.cpu.workspace import Workspace
-from l2lopt.kernels.folding import Folded, fold, refusal
+from l2lopt.kernels.folding import Folded, fold, gradient_through, refusal
 from l2lopt.optimisers.base import Optimiser
 from l2lopt.optimisers.coordinatewise import Coordinatewise
 from l2lopt.optimisers.inputs import INPUTS, Input, Parameter, Sight
 
 
 def refusal_to_replay(optimiser: Optimiser) -> str | None:
-    """Why an optimiser cannot be replayed by hand, or None where it can: exact types only, whose slopes are known."""
+    """The reason why an optimiser cannot be replayed by hand, or None where it can.
+
+    Only exact types pass: the derivatives of a subclass are not known.
+    """
     reason = refusal(optimiser)
     if reason is not None:
         return reason
@@ -25,35 +34,42 @@ def refusal_to_replay(optimiser: Optimiser) -> str | None:
     for name, item in _inputs(optimiser).items():
         if type(item) not in INPUTS.values():
             return f"the input {name!r} is none of {', '.join(INPUTS)}: {type(item).__name__}"
-    if type(optimiser.rule) not in RULE_STEPS:
-        known = ", ".join(rule.__name__ for rule in RULE_STEPS)
+    if type(optimiser.rule) not in KERNELS:
+        known = ", ".join(rule.__name__ for rule in KERNELS)
         return f"the rule is none of {known}: {type(optimiser.rule).__name__}"
     if any(isinstance(optimiser.inputs[name], Parameter) for name in optimiser.rule.needs):
         return "what the rule takes from its inputs is θ itself"
     return None
 
 
-def replay(optimiser: Coordinatewise, phi: Params, window: Window, space: Workspace | None = None) -> Params:
-    """The block's part of the meta-gradient; gradients, losses and what is shared are constants (see `types.Replay`).
+def replay(
+    optimiser: Coordinatewise,
+    phi: Params,
+    window: Window,
+    adjoints: Mapping[str, MeanAdjoint] | None = None,
+    space: Workspace | None = None,
+) -> BlockAdjoints:
+    """The block's part of the meta-gradient; gradients, losses and means without adjoint are constants.
 
     With a_t the adjoint of θ_t, s̄_t that of the state and q_t the source at θ_{t+1}, from a_T = s̄_T = 0:
 
         a ← a_{t+1} + q_t;  a_t = a (1 + ∂u_t/∂θ_t) + s̄_{t+1} ∂s_{t+1}/∂θ_t
         s̄_t = s̄_{t+1} ∂s_{t+1}/∂s_t + a ∂u_t/∂s_t;  dφ += a ∂u_t/∂φ + s̄_{t+1} ∂s_{t+1}/∂φ
 
-    The features do not depend on φ but for θ itself, so they are computed before the steps, by the reference's own
-    inputs. dφ is added up on the multiplied-out products and taken through them once. A coordinate whose gradient is
-    not finite at a step is skipped by it: u = 0, and its adjoints pass unchanged.
+    The features do not depend on φ except for θ itself, so they are computed before the steps, by the reference's own
+    inputs. dφ is summed for the multiplied-out layers and taken through their products once. A coordinate whose
+    gradient is not finite at a step is skipped by it: u = 0, and its adjoints pass unchanged.
 
     Cost: three products a step for an LSTM, each of about 4M (F + M + 1) multiplications a coordinate, six for an
     IHC-LSTM; a third to a half of autograd's time on the same block. Small operations take a tenth of it at blocks of
-    4,096 and a quarter at 1,024. `CellSteps` says what is kept.
+    4,096 and a quarter at 1,024. `CellKernel` says how much memory a step takes.
 
     Args:
-        optimiser: one that `refusal_to_replay` does not refuse.
-        phi: its parameters.
-        window: the block's.
-        space: memory to use again; it may be shared by threads.
+        optimiser: An optimiser that `refusal_to_replay` lets pass.
+        phi: Its parameters.
+        window: The block's steps.
+        adjoints: The adjoint of the rule's statistic, under the name of its mean; none where it is a constant.
+        space: Memory to use again; threads may share it.
 
     Raises:
         UserError: `optimiser` is refused.
@@ -62,115 +78,175 @@ def replay(optimiser: Coordinatewise, phi: Params, window: Window, space: Worksp
     if reason is not None:
         remedy = "replay it by autograd"
         raise UserError("replay", expected="an optimiser that can be replayed by hand", found=reason, remedy=remedy)
-    leaves = {name: value.detach().requires_grad_() for name, value in phi.items()}
-    gradient = {name: torch.zeros_like(value) for name, value in phi.items()}
     if not len(window.grads):
-        return gradient
-    with torch.enable_grad():
-        folded = fold(optimiser, leaves)
-    with torch.no_grad():
-        pieces, of_rule = _replay(optimiser, folded, phi, window, space or Workspace())
-    gradient |= {f"rule.{name}": value for name, value in of_rule.items()}
-    outputs = [(output, piece) for output, piece in zip(folded, pieces, strict=True) if output is not None]
-    through = torch.autograd.grad(
-        [output for output, _ in outputs], list(leaves.values()), [piece for _, piece in outputs], allow_unused=True
-    )
-    for name, value in zip(leaves, through, strict=True):
-        if value is not None:
-            gradient[name] = value
-    return gradient
+        return BlockAdjoints({name: torch.zeros_like(value) for name, value in phi.items()}, {})
+    run = partial(_replay, optimiser, phi, window, adjoints or {}, space or Workspace())
+    return BlockAdjoints(gradient_through(optimiser, phi, run), {})
 
 
-def pull(optimiser: Coordinatewise, phi: Params, window: Window, space: Workspace | None = None) -> Tensor:
-    """What the block's updates do to the meta-loss by way of the rule's statistic, see `types.Pull`.
+def statistic_adjoint(optimiser: Coordinatewise, phi: Params, window: Window, space: Workspace | None = None) -> Tensor:
+    """The adjoint of the rule's statistic at each step by way of the block's updates.
 
-    The adjoint of θ needs no network here, a_t = q_t + a_{t+1} (1 + ∂u_t/∂θ_t): θ is none of its inputs. So this is
-    the forward half of `replay` and a few operations a step. [T, *batch, tensors], summed in float64.
+    The forward half of `replay` and a few operations a step.
 
     Args:
-        optimiser: one that `can_pull` lets pass; the others are as for `replay`.
-        phi: its parameters.
-        window: the block's.
-        space: see `replay`.
+        optimiser: An optimiser that `has_statistic_adjoint` lets pass.
+        phi: Its parameters.
+        window: The block's steps.
+        space: Memory to use again; threads may share it.
+
+    Returns:
+        [T, *batch, tensors] in float64.
     """
-    space = space or Workspace()
     with torch.no_grad():
-        trace, _, rule, _ = _forward(optimiser, fold(optimiser, phi), phi, window, space)
-        assert isinstance(rule, DirectionAndMagnitudeSteps)
-        sources = window.sources.reshape(len(trace.grads), -1).unbind()
-        pulls, a = torch.zeros_like(window.grads), torch.zeros_like(trace.params[0])
-        for t in reversed(range(len(sources))):
-            a = a + sources[t]
-            pulls[t].view(-1)[:], by_rule = rule.pull(t, trace.part(t, a)[0])
-            a = a if by_rule is None else a + by_rule
-        return torch.stack([part.sum(-1, dtype=torch.float64) for part in window.state.layout.split(pulls)], -1)
+        run = _forward(optimiser, phi, window, {}, space or Workspace(), fold(optimiser, phi))
+        assert isinstance(run.rule, DirectionAndMagnitude)
+        directions = torch.stack([outputs[0] for outputs in run.trace.outputs]).view(window.grads.shape)
+        scales = [run.rule.scale(step) for step in run.trace.numbers]
+        return recorded.statistic_adjoint(run.rule.rule, scales, directions, window)
 
 
-def can_pull(optimiser: Optimiser) -> bool:
-    """Whether the slope of the rule's statistic can be had: it has one, and its network does not see θ."""
+def has_statistic_adjoint(optimiser: Optimiser) -> bool:
+    """Whether the adjoint of the rule's statistic can be computed: there is one, and the network does not see θ."""
     if not isinstance(optimiser, Coordinatewise) or not optimiser.rule.statistic:
         return False
     return not any(isinstance(item, Parameter) for item in _inputs(optimiser).values())
 
 
+class _Run(NamedTuple):
+    """All steps forward: the kernels and what they recorded.
+
+    Attributes:
+        trace: The steps.
+        cell: The cell's kernel.
+        records: Each step's derivatives of the cell.
+        rule: The rule's kernel.
+        normaliser: The statistic of a rule that has one.
+        of_theta: The columns of the first product that take θ.
+    """
+
+    trace: Trace
+    cell: CellKernel
+    records: list[Record]
+    rule: RuleKernel
+    normaliser: Normaliser | None
+    of_theta: list[int]
+
+
 def _forward(
-    optimiser: Coordinatewise, folded: Folded, phi: Params, window: Window, space: Workspace
-) -> tuple[Trace, CellSteps, RuleSteps, list[int]]:
-    """All steps forward: what they leave, and the columns of the first product that take θ."""
+    optimiser: Coordinatewise,
+    phi: Params,
+    window: Window,
+    adjoints: Mapping[str, MeanAdjoint],
+    space: Workspace,
+    folded: Folded,
+) -> _Run:
     trace, of_theta = _trace(optimiser, window, space)
-    steps = LSTMSteps if isinstance(optimiser.cell, LSTM) else IHCLSTMSteps
-    F, M = optimiser.embedding.in_features, trace.hidden[0].shape[0]
-    below = torch.tensor([*of_theta, *range(F, F + M)])
-    cell = steps(folded, trace, window.state.coordinates["cell.c"], below, space)
-    of_rule = {name.removeprefix("rule."): value.detach() for name, value in phi.items() if name.startswith("rule.")}
-    rule = RULE_STEPS[type(optimiser.rule)](optimiser.rule, of_rule, trace, window)
-    head_bias = folded.head_bias[:, None]
-    for t in range(len(trace.grads)):
+    M, P = trace.hidden[0].shape
+    cell = cell_kernel(folded)
+    take = partial(_take, space, P, folded.head)
+    records, buffers = cell.records(take, len(trace.outputs)), cell.buffers(take, take("scratch", M))
+    c, c_next = take("c", 2, M).unbind()
+    first = window.state.coordinates["cell.c"]
+    c.view(first.shape).copy_(first)
+    rule = KERNELS[type(optimiser.rule)](optimiser.rule, folded, phi)
+    rule.begin(trace, window.state.coordinates)
+    normaliser = _normaliser(rule, trace, window, adjoints) if isinstance(rule, DirectionAndMagnitude) else None
+    for t, outputs in enumerate(trace.outputs):
+        theta, after = trace.params[t : t + 2]
         for column in of_theta:
-            trace.rows[t][column] = trace.params[t]
-        cell.forward(t)
-        torch.addmm(head_bias, folded.head, trace.hidden[t + 1], out=trace.outputs[t])
-        torch.add(trace.params[t], rule.forward(t), out=trace.params[t + 1])
-        trace.keep(t, trace.params[t], trace.params[t + 1])
-    return trace, cell, rule, of_theta
+            trace.z[t][column] = theta
+        cell.forward(trace.z[t], c, c_next, trace.hidden[t + 1], buffers, records[t])
+        trace.restore(t, c, c_next)
+        trace.restore(t, trace.hidden[t], trace.hidden[t + 1])
+        c, c_next = c_next, c
+        torch.addmm(rule.head_bias, rule.head, trace.hidden[t + 1], out=outputs)
+        torch.add(theta, _update(t, trace, rule, normaliser), out=after)
+        trace.restore(t, theta, after)
+    return _Run(trace, cell, records, rule, normaliser, of_theta)
+
+
+def _update(t: int, trace: Trace, rule: RuleKernel, normaliser: Normaliser | None) -> Tensor:
+    """The update of step t, in the memory of the next θ where it needs any; the rule's memory moves on."""
+    theta, after = trace.params[t : t + 2]
+    before, memory = rule.memory(t), rule.memory(t + 1)
+    # The direction stays in the place of the first output, for the way back.
+    direction = trace.outputs[t][0] if normaliser is not None else after
+    block = Block(0, trace.grads[t], theta, before, memory, direction)
+    nominal = trace.features["rnnprop"][t, 0] if rule.rule.needs else None
+    update = rule.forward(trace.outputs[t].unbind(), nominal, block)
+    for name, value in memory.items():
+        trace.restore(t, before[name], value)
+    if normaliser is None:
+        return update
+    assert isinstance(rule, DirectionAndMagnitude)
+    return rule.finish(torch.mul(update, normaliser.factors[t], out=after), theta, rule.scale(trace.numbers[t]))
 
 
 def _replay(
-    optimiser: Coordinatewise, folded: Folded, phi: Params, window: Window, space: Workspace
+    optimiser: Coordinatewise,
+    phi: Params,
+    window: Window,
+    adjoints: Mapping[str, MeanAdjoint],
+    space: Workspace,
+    folded: Folded,
 ) -> tuple[Folded, Params]:
-    """The gradient with respect to `folded` and to the rule's own parameters."""
-    folded = Folded(*(None if value is None else value.detach() for value in folded))  # type: ignore[arg-type]
-    trace, cell, rule, of_theta = _forward(optimiser, folded, phi, window, space)
+    """The gradient with respect to `folded` and to the rule's parameters."""
+    run = _forward(optimiser, phi, window, adjoints, space, folded)
+    trace, cell, rule, of_theta = run.trace, run.cell, run.rule, run.of_theta
     M, P = trace.hidden[0].shape
-    T, sources = len(trace.grads), window.sources.reshape(len(window.grads), P).unbind()
-    head = folded.head.T.contiguous()
-    a = torch.zeros_like(trace.grads[0])
-    rows = space.take("rows' adjoint", len(of_theta) + M, P, like=window.params).zero_()
-    dh, dc = rows[len(of_theta) :], space.take("c's adjoint", M, P, like=window.params).zero_()
+    take = partial(_take, space, P, folded.head)
+    adjoint = cell.adjoint(take, torch.tensor([*of_theta, *(optimiser.embedding.in_features + k for k in range(M))]))
+    head = rule.head.T.contiguous()
+    sources, a = window.sources.reshape(len(trace.grads), P).unbind(), torch.zeros_like(trace.grads[0])
+    below = take("adjoints below", len(of_theta) + M).zero_()
+    dh, dc = below[len(of_theta) :], take("c's adjoint", M).zero_()
     of_head = torch.zeros_like(head)
-    for t in reversed(range(T)):
+    for t in reversed(range(len(trace.grads))):
         a = a + sources[t]
         (acting, _), (h, h_passing), (c, c_passing) = (trace.part(t, adjoint) for adjoint in (a, dh, dc))
-        by_rule = rule.backward(t, acting)
-        of_head.addmm_(trace.hidden[t + 1], trace.slopes[t].T)
-        cell.backward(t, torch.addmm(h, head, trace.slopes[t], out=dh), dc.copy_(c), rows)
-        for to, more in ((dh, h_passing), (dc, c_passing), (a, by_rule), *((a, row) for row in rows[: len(of_theta)])):
+        by_rule = rule.backward(t, acting, run.normaliser)
+        of_head.addmm_(trace.hidden[t + 1], trace.adjoints[t].T)
+        torch.addmm(h, head, trace.adjoints[t], out=dh)
+        cell.backward(trace.z[t], run.records[t], dh, dc.copy_(c), adjoint, below)
+        for to, more in ((dh, h_passing), (dc, c_passing), (a, by_rule), *((a, row) for row in below[: len(of_theta)])):
             if more is not None:
                 to += more
+    bias = torch.stack(trace.adjoints).sum((0, 2))
+    return Folded(*cell.gradient(adjoint), of_head.T * rule.factor, bias * rule.factor), rule.gradient()
 
-    first, second, second_bias = cell.gradient()
-    return Folded(first, second, second_bias, of_head.T, torch.stack(trace.slopes).sum((0, 2))), rule.gradient()
+
+def _take(space: Workspace, width: int, like: Tensor, name: str, *sizes: int) -> Tensor:
+    """Memory [*sizes, width] of the dtype of `like`; with its first three arguments fixed, a `cells.Take`."""
+    return space.take(name, *sizes, width, like=like)
+
+
+def _normaliser(
+    rule: DirectionAndMagnitude, trace: Trace, window: Window, adjoints: Mapping[str, MeanAdjoint]
+) -> Normaliser:
+    """The recorded statistic as the rule takes it."""
+    value, adjoint, weight = recorded.statistic(rule.rule, window, adjoints)
+    scales = torch.tensor([rule.scale(step) for step in trace.numbers], dtype=torch.float64)
+
+    def each(numbers: Tensor) -> tuple[Tensor, ...]:
+        numbers = recorded.spread(numbers.to(window.params.dtype), window.state.layout)
+        return numbers.reshape(len(scales), window.params.numel()).unbind()
+
+    factors = each(scales.view(-1, *(1,) * (value.dim() - 1)) / value.double())
+    if adjoint is None or weight is None:
+        return Normaliser(factors, None, None)
+    return Normaliser(factors, each(adjoint / value), each(weight / value.square()))
 
 
 def _trace(optimiser: Coordinatewise, window: Window, space: Workspace) -> tuple[Trace, list[int]]:
-    """The trace with what is known before the first step, and the columns of the first product that take θ."""
-    inputs, like = _inputs(optimiser), window.params
+    """The trace with all that is known before the first step, and the columns of the first product that take θ."""
+    like, steps = window.params, recorded.numbers(window)
     T, P, M, F = len(window.grads), like.numel(), optimiser.cell.hidden_size, optimiser.embedding.in_features
-    rows = space.take("rows", T + 1, F + M + 1, P, like=like)
-    rows[:, F + M] = 1
-    hidden = rows[:, F : F + M].unbind()
+    z = space.take("z", T + 1, F + M + 1, P, like=like)
+    z[:, F + M] = 1
+    hidden = z[:, F : F + M].unbind()
     params = space.take("params", T + 1, P, like=like).unbind()
-    outputs, slopes = (
+    outputs, adjoints = (
         space.take(name, T, optimiser.rule.outputs, P, like=like).unbind() for name in ("outputs", "outputs' adjoint")
     )
     h = window.state.coordinates["cell.h"]
@@ -182,28 +258,30 @@ def _trace(optimiser: Coordinatewise, window: Window, space: Workspace) -> tuple
     masks = [None if whole else mask for whole, mask in zip(clean, finite.reshape(T, P), strict=True)]
     grads = window.grads if all(clean) else window.grads.where(finite, 0.0)
     features, of_theta, at = {}, [], 0
-    for name, item in inputs.items():
-        features[name] = rows[:T, at : at + item.size]
+    for name, item in _inputs(optimiser).items():
+        features[name] = z[:T, at : at + item.size]
         if isinstance(item, Parameter):
             of_theta.append(at)
         else:
-            _look(name, item, grads, finite, window, features[name])
+            _look(name, item, grads, finite, window, torch.tensor(steps), features[name])
         at += item.size
-    steps = grads.reshape(T, P).unbind()
-    return Trace(rows.unbind(), hidden, features, params, steps, masks, outputs, slopes), of_theta
+    flat = grads.reshape(T, P).unbind()
+    return Trace(z.unbind(), hidden, features, params, flat, masks, steps, outputs, adjoints), of_theta
 
 
-def _look(name: str, item: Input, grads: Tensor, finite: Tensor, window: Window, out: Tensor) -> None:
-    """The features of an input that does not look at θ, to `out` [T, size, P]: at once where it has no memory."""
-    steps = torch.stack([shared["step"] for shared in (window.state.shared, *window.shared[:-1])]) + 1
+def _look(name: str, item: Input, grads: Tensor, finite: Tensor, window: Window, steps: Tensor, out: Tensor) -> None:
+    """Writes the features of an input other than θ to `out` [T, size, P]: at once where it has no memory."""
     if not item.memory:
-        sight = Sight(grads, window.params, steps.view(-1, *(1,) * window.params.dim()), window.losses)
+        number = steps.view(-1, *(1,) * window.params.dim())
+        sight = Sight(grads, window.params, number, window.losses, window.state.layout, finite)
         features, _ = item(sight, {})
         out.copy_(features.reshape(item.size, *out[:, 0].shape).transpose(0, 1))
         return
     memory = {key: window.state.coordinates[f"{name}.{key}"] for key in item.memory}
     for t, step in enumerate(steps):
-        features, after = item(Sight(grads[t], window.params, step, window.losses[t]), memory)
+        features, after = item(
+            Sight(grads[t], window.params, step, window.losses[t], window.state.layout, finite[t]), memory
+        )
         out[t].copy_(features.reshape(out[t].shape))
         memory = {key: value.where(finite[t], memory[key]) for key, value in after.items()}
 

@@ -1,90 +1,243 @@
-"""The learned rule's update from its network's outputs: each equals its namesake in `optimisers.rules`."""
+"""The learned optimiser's update rules on a block: forward for the step and the replay, and backward, by hand.
+
+Each rule equals its namesake in `optimisers.rules`.
+"""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from l2lopt.core.types import Params
+from l2lopt.kernels.cpu.activations import tanh_backward
 from l2lopt.kernels.cpu.block import Block
-from l2lopt.kernels.cpu.features import Rows
+from l2lopt.kernels.cpu.trace import Trace
+from l2lopt.kernels.folding import Folded, step_size
 from l2lopt.optimisers import rules
 from l2lopt.optimisers.rules import UpdateRule
 
 
-class Finish(NamedTuple):
-    """How outputs become updates in one step.
+class Normaliser(NamedTuple):
+    """The statistic R of each of T steps, spread over the coordinates: [P] each.
+
+    A first-order replay takes R as a constant, or it knows the adjoint of R. Then ∂(meta-loss)/∂d has κ d more, with
+    κ = c² R (adjoint − weight · p) and p = −S_t a d / R, see `types.Replay`; c² is the fan-in or 1.
 
     Attributes:
-        head: [outputs, M].
-        bias: [outputs].
-        write: (outputs [B] each, each input's rows by its name, block) → the block's update and the rule's memory. A
-            single output lies in the update's own memory.
-        scale: S_t of a direction and its magnitude; what `write` leaves is then the direction.
-        decay: S_t λ.
+        factors: S_t / R.
+        adjoints: c² adjoint / R, or None where R is a constant.
+        weights: c² weight / R², or None where R is a constant.
     """
 
-    head: Tensor
-    bias: Tensor
-    write: Callable[[Sequence[Tensor], Mapping[str, Sequence[Tensor]], Block], None]
-    scale: float = 1.0
-    decay: float = 0.0
+    factors: Sequence[Tensor]
+    adjoints: Sequence[Tensor] | None
+    weights: Sequence[Tensor] | None
 
 
-def additive(rule: rules.Additive, phi: Params, inputs: Mapping[str, Rows], step: int) -> Finish:
-    """The factor s belongs to the head. No operation."""
-    head, bias = phi["head.weight"], phi["head.bias"]
-    return Finish(head * rule.step_size, bias * rule.step_size, lambda outputs, rows, block: None)
+class RuleKernel(ABC):
+    """A rule's update from the network's outputs, and its backward pass through a window.
+
+    `forward` and what it reads are the same for all blocks and threads; `begin`, `backward` and `gradient` belong to
+    the replay of one block.
+
+    Args:
+        rule: Whose options count.
+        folded: The multiplied-out layers.
+        phi: All parameters by name.
+        nominal: Factor of the row of features that the rule takes m̂/√v̂ from.
+
+    Attributes:
+        factor: The head's weights and bias are multiplied by it.
+    """
+
+    factor: float = 1.0
+
+    def __init__(self, rule: Any, folded: Folded, phi: Params, nominal: float = 1.0) -> None:
+        self.rule, self.nominal = rule, nominal
+        self.phi = {name[5:]: value.detach() for name, value in phi.items() if name.startswith("rule.")}
+        self.head, self.head_bias = folded.head, folded.head_bias[:, None]
+        if self.factor != 1.0:
+            self.head, self.head_bias = self.head * self.factor, self.head_bias * self.factor
+
+    @abstractmethod
+    def forward(self, outputs: Sequence[Tensor], nominal: Tensor | None, block: Block) -> Tensor:
+        """The update [B]; of a rule with a statistic R its direction, before the division by R.
+
+        Args:
+            outputs: The network's, [B] each, overwritten with what `backward` needs. A single output may be the
+                block's update itself.
+            nominal: The row of features that holds m̂/√v̂, [B], where the rule needs it.
+            block: θ and gradients; the rule's memory after the step is written, and `update` unless it is `outputs[0]`
+                that is returned.
+        """
+
+    def begin(self, trace: Trace, memory: Params) -> None:
+        """Starts the replay of a trace, from the state's coordinates."""
+        self.trace = trace
+
+    def memory(self, t: int) -> Params:
+        """The rule's memory before step t, by name as in the state's coordinates."""
+        return {}
+
+    @abstractmethod
+    def backward(self, t: int, a: Tensor, normaliser: Normaliser | None) -> Tensor | None:
+        """Writes the adjoint of the outputs of step t, and adds to the gradients of the rule's parameters.
+
+        Args:
+            t: Step.
+            a: The adjoint of the update, 0 where a coordinate is skipped, [P].
+            normaliser: The statistic of each step, for a rule that has one.
+
+        Returns:
+            The adjoint of θ by way of the rule, or None for 0.
+        """
+
+    def gradient(self) -> Params:
+        """The gradients of the rule's parameters by their names in the rule, after the last `backward`."""
+        return {}
 
 
-def bounded(rule: rules.Bounded, phi: Params, inputs: Mapping[str, Rows], step: int) -> Finish:
-    """Two operations."""
+class Additive(RuleKernel):
+    """u = s·o, with s multiplied into the head: no operation."""
 
-    def write(outputs: Sequence[Tensor], rows: Mapping[str, Sequence[Tensor]], block: Block) -> None:
-        block.update.tanh_().mul_(rule.step_size)
+    def __init__(self, rule: rules.Additive, folded: Folded, phi: Params, nominal: float = 1.0) -> None:
+        self.factor = rule.step_size
+        super().__init__(rule, folded, phi, nominal)
 
-    return Finish(phi["head.weight"], phi["head.bias"], write)
+    def forward(self, outputs: Sequence[Tensor], nominal: Tensor | None, block: Block) -> Tensor:
+        """The output itself."""
+        return outputs[0]
+
+    def backward(self, t: int, a: Tensor, normaliser: Normaliser | None) -> Tensor | None:
+        """The update's own."""
+        self.trace.adjoints[t][0].copy_(a)
+        return None
 
 
-def gated(rule: rules.Gated, phi: Params, inputs: Mapping[str, Rows], step: int) -> Finish:
-    """The large biases come last, as in the reference: one rounding is theirs. Thirteen operations."""
-    weight_params, weight_gates = phi["rule.weight_params"].tolist(), phi["rule.weight_gates"].tolist()
-    bias = phi["rule.bias"].tolist()
+class Bounded(RuleKernel):
+    """u = s·tanh o. Two operations; tanh o takes the place of o."""
 
-    def write(outputs: Sequence[Tensor], rows: Mapping[str, Sequence[Tensor]], block: Block) -> None:
+    def forward(self, outputs: Sequence[Tensor], nominal: Tensor | None, block: Block) -> Tensor:
+        """s·tanh o."""
+        return torch.mul(outputs[0].tanh_(), self.rule.step_size, out=block.update)
+
+    def backward(self, t: int, a: Tensor, normaliser: Normaliser | None) -> Tensor | None:
+        """s·a·(1 − tanh² o)."""
+        tanh_backward(a * self.rule.step_size, self.trace.outputs[t][0], grad_input=self.trace.adjoints[t][0])
+        return None
+
+
+class Gated(RuleKernel):
+    """u = −(1 − f)∘θ − i∘g, the gates σ(o + w_θ θ + w_g gate₋ + b). Thirteen operations.
+
+    The large biases come last, as in the reference: one rounding is theirs. 1 − f is computed as σ of the negative, for
+    f is near 1, and takes the place of the first output.
+    """
+
+    def __init__(self, rule: rules.Gated, folded: Folded, phi: Params, nominal: float = 1.0) -> None:
+        super().__init__(rule, folded, phi, nominal)
+        self.weights = [self.phi[name].tolist() for name in ("weight_params", "weight_gates", "bias")]
+
+    def forward(self, outputs: Sequence[Tensor], nominal: Tensor | None, block: Block) -> Tensor:
+        """−(1 − f)∘θ − i∘g."""
         gates = []
-        for k, name in enumerate(rule.memory):
+        for output, name, by_params, by_gate, bias in zip(outputs, self.rule.memory, *self.weights, strict=True):
             before, after = block.before[f"rule.{name}"], block.after[f"rule.{name}"]
-            outputs[k].add_(block.params, alpha=weight_params[k]).add_(before, alpha=weight_gates[k]).add_(bias[k])
-            gates.append(torch.sigmoid(outputs[k], out=after))
+            output.add_(block.params, alpha=by_params).add_(before, alpha=by_gate).add_(bias)
+            gates.append(torch.sigmoid(output, out=after))
         torch.mul(outputs[0].neg_().sigmoid_(), block.params, out=block.update)
-        block.update.addcmul_(gates[1], block.grads).neg_()
+        return block.update.addcmul_(gates[1], block.grads).neg_()
 
-    return Finish(phi["head.weight"], phi["head.bias"], write)
+    def begin(self, trace: Trace, memory: Params) -> None:
+        """Makes room for the two gates of each step."""
+        super().begin(trace, memory)
+        steps, like = len(trace.outputs), trace.params[0]
+        self._gates = like.new_empty(steps + 1, 2, len(like))
+        for k, name in enumerate(self.rule.memory):
+            value = memory[f"rule.{name}"]
+            self._gates[0, k].view(value.shape).copy_(value)
+        self._adjoint = like.new_zeros(2, len(like))
+        self._by_params, self._by_gates = (self.phi[name][:, None] for name in ("weight_params", "weight_gates"))
+
+    def memory(self, t: int) -> Params:
+        """The two gates."""
+        return {f"rule.{name}": gate for name, gate in zip(self.rule.memory, self._gates[t], strict=True)}
+
+    def backward(self, t: int, a: Tensor, normaliser: Normaliser | None) -> Tensor | None:
+        """f(1 − f)(aθ + f̄) for o₀, i(1 − i)(ī − a g) for o₁, with f̄, ī the gates' adjoints from the step after."""
+        adjoint, passing = self.trace.part(t, self._adjoint)
+        (f, i), forgotten, out = self._gates[t + 1], self.trace.outputs[t][0], self.trace.adjoints[t]
+        torch.addcmul(adjoint[0], a, self.trace.params[t], out=out[0]).mul_(f).mul_(forgotten)
+        torch.addcmul(adjoint[1], a, self.trace.grads[t], value=-1, out=out[1]).mul_(i).mul_(1 - i)
+        self._adjoint = self._by_gates * out
+        if passing is not None:
+            self._adjoint += passing
+        return (self._by_params * out).sum(0) - a * forgotten
+
+    def gradient(self) -> Params:
+        """Sums over steps and coordinates."""
+        adjoints, theta = torch.stack(self.trace.adjoints), torch.stack(self.trace.params[:-1])
+        return {
+            "bias": adjoints.sum((0, 2)),
+            "weight_params": (adjoints * theta[:, None]).sum((0, 2)),
+            "weight_gates": (adjoints * self._gates[:-1]).sum((0, 2)),
+        }
 
 
-def direction_and_magnitude(
-    rule: rules.DirectionAndMagnitude, phi: Params, inputs: Mapping[str, Rows], step: int
-) -> Finish:
-    """The direction d alone, in two or three operations: what is taken over a tensor must wait for all of it."""
-    nominal = -inputs["rnnprop"].scale[0] if rule.needs else 0.0
+class DirectionAndMagnitude(RuleKernel):
+    """u = S_t (d / R − λθ), d = (o₀ − m̂/√v̂) exp o₁, with R the statistic of d over each tensor.
 
-    def write(outputs: Sequence[Tensor], rows: Mapping[str, Sequence[Tensor]], block: Block) -> None:
-        if rule.needs:
-            outputs[0].add_(rows["rnnprop"][0], alpha=nominal)
-        torch.mul(outputs[0], outputs[1].exp_(), out=block.update)
+    R takes all coordinates of a tensor. So `forward` ends with d, in two or three operations, and `finish` follows once
+    R is known. In a replay d and exp o₁ take the places of o₀ and o₁.
+    """
 
-    growth = math.exp(10 * float(phi["rule.log_scale"]))
-    scale = rule.step_size * growth / (1 + (step - 1) / rule.horizon)
-    return Finish(phi["head.weight"], phi["head.bias"], write, scale, scale * rule.weight_decay)
+    def __init__(self, rule: rules.DirectionAndMagnitude, folded: Folded, phi: Params, nominal: float = 1.0) -> None:
+        super().__init__(rule, folded, phi, nominal)
+        self._growth = math.exp(10 * float(self.phi["log_scale"]))
+        self._log_scale = torch.zeros_like(self.phi["log_scale"])
+
+    def scale(self, step: int) -> float:
+        """S_t at step t, counted from 1."""
+        return step_size(self.rule, self._growth, step)
+
+    def forward(self, outputs: Sequence[Tensor], nominal: Tensor | None, block: Block) -> Tensor:
+        """The direction d."""
+        if nominal is not None:
+            outputs[0].add_(nominal, alpha=-self.nominal)
+        return torch.mul(outputs[0], outputs[1].exp_(), out=block.update)
+
+    def finish(self, scaled: Tensor, params: Tensor, scale: float) -> Tensor:
+        """The update in the place of S_t d / R."""
+        decay = scale * self.rule.weight_decay
+        return scaled.add_(params, alpha=-decay) if decay else scaled
+
+    def backward(self, t: int, a: Tensor, normaliser: Normaliser | None) -> Tensor | None:
+        """(S_t a + κ d / R) exp(o₁) / R for o₀, the same times o₀ − m̂/√v̂ for o₁; −S_t λ a for θ."""
+        assert normaliser is not None
+        direction, magnitude = self.trace.outputs[t]
+        decay = self.scale(self.trace.numbers[t]) * self.rule.weight_decay
+        scaled = whole = a * normaliser.factors[t]
+        if normaliser.adjoints is not None and normaliser.weights is not None:
+            d = self.trace.part(t, direction)[0]
+            kappa = torch.addcmul(normaliser.adjoints[t], normaliser.weights[t], scaled * d)
+            whole = torch.addcmul(scaled, kappa, d)
+        torch.mul(whole, magnitude, out=self.trace.adjoints[t][0])
+        torch.mul(whole, direction, out=self.trace.adjoints[t][1])
+        self._log_scale.add_(torch.dot(scaled, direction) - decay * torch.dot(a, self.trace.params[t]), alpha=10)
+        return -decay * a if decay else None
+
+    def gradient(self) -> Params:
+        """Σ a·∂u/∂(log scale) = Σ 10 a·u."""
+        return {"log_scale": self._log_scale}
 
 
-UPDATES: Mapping[type[UpdateRule], Callable[[Any, Params, Mapping[str, Rows], int], Finish]] = {
-    rules.Additive: additive,
-    rules.Bounded: bounded,
-    rules.Gated: gated,
-    rules.DirectionAndMagnitude: direction_and_magnitude,
+KERNELS: Mapping[type[UpdateRule], type[RuleKernel]] = {
+    rules.Additive: Additive,
+    rules.Bounded: Bounded,
+    rules.Gated: Gated,
+    rules.DirectionAndMagnitude: DirectionAndMagnitude,
 }
-"""Rule → (itself, φ, the inputs' rows, the step's number t) → finish."""
+"""Rule → its kernel."""

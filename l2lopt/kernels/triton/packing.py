@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from l2lopt.cells.lstm import LSTM
+from l2lopt.core.layout import Layout
 from l2lopt.core.types import Params
 from l2lopt.kernels.folding import Folded
 from l2lopt.optimisers import Coordinatewise, inputs, rules
@@ -155,7 +156,7 @@ def losses(optimiser: Coordinatewise, loss: Tensor | None, like: Tensor) -> Tens
     for _, item in items(optimiser):
         if isinstance(item, inputs.Loss):
             blank = like.new_zeros(*(() if loss is None else loss.shape), 1)
-            features, _ = item(inputs.Sight(blank, blank, torch.zeros(()), loss), {})
+            features, _ = item(inputs.Sight(blank, blank, torch.zeros(()), loss, Layout((), ()), blank), {})
             return features[..., 0].movedim(0, -1).float().contiguous()  # type: ignore[no-any-return]
     return like.new_zeros(2 * like[..., :1].numel() or 2, dtype=torch.float32)
 

@@ -6,12 +6,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from l2lopt.core.types import Layout, OptimiserState, Params
-from l2lopt.kernels.cpu.reductions import of_sums
+from l2lopt.core.layout import Layout, Params
+from l2lopt.core.types import OptimiserState
 from l2lopt.kernels.fused import Twin
+from l2lopt.kernels.recorded import root_of
 from l2lopt.kernels.triton import device, interpreted, packing
 from l2lopt.kernels.triton.packing import Shape
 from l2lopt.optimisers import Coordinatewise
+from l2lopt.optimisers.rules import DIRECTION
 
 KINDS = (torch.float32, torch.bfloat16)
 PRECISION = "tf32x3"
@@ -95,7 +97,6 @@ class Triton(Twin):
         state: OptimiserState,
         params: Tensor,
         loss: Tensor | None,
-        after: Params | None,
         coordinates: Params,
         update: Tensor,
     ) -> tuple[Tensor, OptimiserState]:
@@ -131,29 +132,24 @@ class Triton(Twin):
             )
             shared["skipped"] = state.shared["skipped"] + skipped.sum(-1).view(state.shared["skipped"].shape)
             if reference.rule.statistic:
-                measured = self._finish(state.layout, grads, params, update, scale, after)
-                shared["statistic"] = measured
+                self._finish(state.layout, grads, params, update, scale)
         elif reference.rule.statistic:
-            nothing = update.new_zeros(state.shared["statistic"].shape)
-            shared["statistic"] = of_sums(nothing, state.layout, reference.rule.by_fan_in)
-        return update, OptimiserState(state.layout, coordinates, shared if after is None else after)
+            nothing = grads.new_zeros(*grads.shape[:-1], len(state.layout.sizes))
+            state.layout.tensors.mean_of_sums(DIRECTION, nothing)  # recorded, and asked of all processes
+        return update, OptimiserState(state.layout, coordinates, state.groups, shared)
 
-    def _finish(
-        self, layout: Layout, grads: Tensor, params: Tensor, update: Tensor, scale: Tensor, after: Params | None
-    ) -> Tensor:
-        """Makes updates of directions; the statistic, measured unless `after` gives it."""
+    def _finish(self, layout: Layout, grads: Tensor, params: Tensor, update: Tensor, scale: Tensor) -> None:
+        """Makes updates of directions."""
         rule, batch, rows = self.reference.rule, grads.shape[:-1], prod(grads.shape[:-1])
         if self._chunks is None or self._chunks[:2] != (layout, grads.device):
             self._chunks = layout, grads.device, Chunks.of(layout, grads)
         chunks, n = self._chunks[2], grads.shape[-1]
         grid, fixed = (len(chunks.starts), rows), {"B": 1024, "ROUNDS": CHUNK // 1024}
-        if after is None:
-            sums = torch.empty(rows, len(chunks.starts), dtype=torch.float64, device=grads.device)
-            device.squares[grid](update, chunks.starts, chunks.sizes, sums, n, sums.shape[1], **fixed)
-            totals = torch.segment_reduce(sums.T.contiguous(), "sum", lengths=chunks.counts).T
-            measured = of_sums(totals.reshape(*batch, -1), layout, rule.by_fan_in).to(torch.float32)
-        else:
-            measured = after["statistic"]
+        sums = torch.empty(rows, len(chunks.starts), dtype=torch.float64, device=grads.device)
+        device.squares[grid](update, chunks.starts, chunks.sizes, sums, n, sums.shape[1], **fixed)
+        totals = torch.segment_reduce(sums.T.contiguous(), "sum", lengths=chunks.counts).T
+        means = layout.tensors.mean_of_sums(DIRECTION, totals.reshape(*batch, -1))
+        measured = root_of(means, layout, rule.by_fan_in).to(torch.float32)
         decay = float(rule.weight_decay)  # type: ignore[arg-type]  # of the one rule with a statistic
         device.finish[grid](
             update,
@@ -169,7 +165,6 @@ class Triton(Twin):
             DECAY=decay,
             **fixed,
         )
-        return measured
 
     def _weights(self, phi: Params) -> Tensor:
         """The packed layers, anew where they were folded anew."""

@@ -1,0 +1,26 @@
+"""Seeds and random generators that are pure functions of a key."""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+def seed_of(*key: str | int) -> int:
+    """A seed in [0, 2⁶³) that is a pure function of `key`, the same on every machine and in every process."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def generator(*key: str | int) -> torch.Generator:
+    """A CPU generator seeded by `key`; equal keys give equal streams."""
+    return torch.Generator().manual_seed(seed_of(*key))
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """The global CPU generator under `seed` within the block, and as it was after it; other devices are left alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield

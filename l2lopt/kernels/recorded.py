@@ -1,0 +1,94 @@
+"""What the kernels read of a window's record beside gradients: the steps' numbers, and a rule's statistic.
+
+The statistic R of a rule is the root of the mean square of a tensor's directions, times the root of its fan-in where
+the rule asks for that. The record has the mean square; adjoints are those of R, on both ways.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from l2lopt.core.layout import Layout
+from l2lopt.estimators.window import MeanAdjoint, Window
+from l2lopt.optimisers.rules import DIRECTION, EPS, DirectionAndMagnitude
+
+MEAN = f"tensors.{DIRECTION}"
+"""Name of the mean square of each tensor's directions in a record."""
+
+
+class Statistic(NamedTuple):
+    """A rule's statistic R at each step and how it acts backward, [T, *batch, tensors] each.
+
+    Attributes:
+        value: R.
+        adjoint: c² times the adjoint that each coordinate takes, c² the fan-in or 1; None where R is a constant.
+        weight: c² times the weight of a coordinate's part in it, see `MeanAdjoint`; None where R is a constant.
+    """
+
+    value: Tensor
+    adjoint: Tensor | None
+    weight: Tensor | None
+
+
+def numbers(window: Window) -> list[int]:
+    """Each step's number, from 1 at an optimiser's first update."""
+    first = int(window.state.shared["step"])
+    return [first + t for t in range(1, len(window.grads) + 1)]
+
+
+def root_of(squares: Tensor, layout: Layout, by_fan_in: bool) -> Tensor:
+    """R of the mean squares [..., tensors], as `rules.root_mean_square` has it."""
+    factors = squares.new_tensor(layout.fan_ins) if by_fan_in else 1
+    return ((squares + EPS**2) * factors).sqrt()
+
+
+def statistic(rule: DirectionAndMagnitude, window: Window, adjoints: Mapping[str, MeanAdjoint]) -> Statistic:
+    """The statistic that was measured on the whole vector, and its adjoint."""
+    value = _measured(rule, window)
+    if MEAN not in adjoints:
+        return Statistic(value, None, None)
+    total, weight = (part.to(value.dtype) for part in adjoints[MEAN])
+    squares = torch.tensor(window.state.layout.fan_ins if rule.by_fan_in else 1).to(value)
+    return Statistic(value, total * squares, weight.expand_as(total) * squares)
+
+
+def spread(values: Tensor, layout: Layout) -> Tensor:
+    """A number per tensor, [..., tensors], to each of a block's coordinates, [..., B]."""
+    sizes = torch.tensor(layout.sizes, device=values.device)
+    return values.repeat_interleave(sizes, dim=-1, output_size=layout.size)
+
+
+def statistic_adjoint(
+    rule: DirectionAndMagnitude, scales: Sequence[float], directions: Tensor, window: Window
+) -> Tensor:
+    """∂(meta-loss)/∂R at each step by way of the block's updates u = S_t (d / R − λθ): −S_t Σ a d / R² over a tensor.
+
+    The adjoint of θ needs no network where θ is none of its inputs: a_t = (q_t + a_{t+1}) (1 − S_t λ), with the source
+    q_t at the θ after step t. A coordinate whose gradient is not finite is skipped: its adjoint passes unchanged.
+
+    Args:
+        rule: The rule of the updates.
+        scales: S_t of each step.
+        directions: d, [T, *batch, B], overwritten.
+        window: The block's.
+
+    Returns:
+        [T, *batch, tensors] in float64.
+    """
+    finite = window.grads.square().isfinite()
+    a = torch.zeros_like(window.params)
+    for t in reversed(range(len(scales))):
+        a = a + window.sources[t]
+        scaled = scales[t] * a.where(finite[t], 0.0)
+        directions[t].mul_(-scaled)
+        a = a - rule.weight_decay * scaled
+    sums = [part.sum(-1, dtype=torch.float64) for part in window.state.layout.split(directions)]
+    return torch.stack(sums, -1) / _measured(rule, window).double().square()
+
+
+def _measured(rule: DirectionAndMagnitude, window: Window) -> Tensor:
+    """R of each step, [T, *batch, tensors]."""
+    squares = torch.stack([meeting.means[MEAN] for meeting in window.meetings])
+    return root_of(squares, window.state.layout, rule.by_fan_in).to(window.params.dtype)

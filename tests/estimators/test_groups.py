@@ -1,0 +1,114 @@
+"""Meta-gradients of rules whose coordinates meet: in means, functions of whole tensors, networks per group."""
+
+import laws
+import pytest
+import torch
+from doubles import FactoredMoments, OwnMean
+from implementations import DOUBLES, Problem, normal, problem
+
+from l2lopt.core.errors import UserError
+from l2lopt.core.layout import Layout
+from l2lopt.estimators import Blockwise, Taped
+from l2lopt.kernels import block_update
+
+each_double = pytest.mark.parametrize("rule", DOUBLES)
+
+
+@each_double
+@pytest.mark.parametrize("block", [1, 7, 8192])
+@pytest.mark.parametrize("truncation", [None, 2])
+def test_blocks_give_the_tapes_meta_gradient(rule, block, truncation):
+    task = problem(rule)
+    ours, tape = laws.run(Blockwise(truncation, block=block), task), laws.run(Taped(truncation=truncation), task)
+    assert any(piece.abs().max() > 1e-6 for piece in tape.gradient.values())
+    laws.assert_close(vars(ours), vars(tape), 1e-10)
+
+
+@each_double
+def test_is_local(rule):
+    laws.assert_is_local(DOUBLES[rule]())
+
+
+@each_double
+def test_batch_rows_are_separate_runs(rule):
+    laws.assert_batch_rows_are_separate_runs(DOUBLES[rule]())
+
+
+@each_double
+def test_state_keeps_its_structure(rule):
+    laws.assert_state_keeps_its_structure(DOUBLES[rule]())
+
+
+@each_double
+def test_the_mean_over_samples_of_coordinates_is_the_whole(rule):
+    task = problem(rule, "module with batch norm", length=3)
+    whole = laws.run(Blockwise(), task).gradient
+    draws = []
+    for seed in range(200):
+        estimator = Blockwise(share=0.3)
+        draws.append(estimator(*task[:4], task.steps, estimator.init(task.carry, task.phi, seed)).gradient)
+    for name, exact in whole.items():
+        drawn = torch.stack([draw[name] for draw in draws])
+        error = drawn.std(0) / len(draws) ** 0.5
+        assert ((drawn.mean(0) - exact).abs() <= 5 * error + 1e-12 * exact.abs().max()).all()
+
+
+@each_double
+def test_the_plan_counts_functions_of_whole_tensors(rule):
+    task, estimator = problem(rule, length=6), Blockwise(truncation=4)
+    plan = estimator.plan(*task[:4], task.steps, 6)
+    estimator(*task[:4], task.steps)
+    assert plan.vectors - 1 <= len(estimator.rows.made) <= plan.vectors
+
+
+def test_a_mean_of_the_parameters_is_left_out_and_the_log_says_so(caplog):
+    task = _with(FactoredMoments(sees_params=True).double())
+    with caplog.at_level("INFO", "l2lopt"):
+        laws.run(Blockwise(), task)
+    assert "taken as constants, as they depend on θ or on themselves: tensors.output" in caplog.text
+
+
+def test_means_that_nobody_has_declared_are_refused():
+    task = _with(OwnMean().double())
+    with pytest.raises(UserError, match=r"estimator 'blockwise': expected an update that a slice .* gives by itself"):
+        laws.run(Blockwise(), task)
+    laws.run(Taped(), task)
+
+
+def test_a_rule_that_says_it_is_not_coordinatewise_is_refused():
+    rule = OwnMean().double()
+    rule.coordinatewise = False
+    task = _with(rule)._replace(update=block_update(rule))
+    with pytest.raises(UserError, match=r"estimator 'blockwise': .* coordinatewise = False"):
+        laws.run(Blockwise(), task)
+
+
+def test_groups_are_those_of_the_matrix_view():
+    """Of shapes (), (2, 3), (4,), (2, 3, 2), (0, 5): rows and columns against PyTorch's means."""
+    shapes = ((), (2, 3), (4,), (2, 3, 2), (0, 5))
+    layout = Layout(tuple("abcde"), shapes)
+    values = normal(3, layout.size)
+    matrices = [
+        part.reshape(3, *((shape[0], -1) if 0 not in shape else shape) if shape else (3, 1, 1)[1:])
+        for part, shape in zip(layout.split(values), shapes, strict=True)
+    ]
+    rows = torch.cat([matrix.mean(-1) for matrix in matrices], -1)
+    columns = torch.cat([matrix.mean(-2) for matrix in matrices[:-1]] + [values.new_zeros(3, 5)], -1)
+    laws.assert_close(layout.rows.mean("m", values), rows)
+    laws.assert_close(layout.columns.mean("m", values), columns)
+    for grouping in (layout.tensors, layout.rows, layout.columns):
+        groups = normal(2, grouping.count)
+        assert torch.equal(grouping.spread(groups), groups[:, grouping.index])
+        part = layout.slice(3, 9).grouping(grouping.name)
+        assert torch.equal(part.index, grouping.index[3:9])
+        assert torch.equal(
+            layout.select(torch.tensor([0, 4, 20])).grouping(grouping.name).index, grouping.index[[0, 4, 20]]
+        )
+
+
+def _with(rule):
+    """The usual run under another rule."""
+    task = problem(length=4)
+    layout, rows = task.carry.state.layout, task.carry.params.shape[:-1]
+    carry = task.carry._replace(state=rule.init(layout, rows, like=task.carry.params))
+    return Problem(rule.update_with, task.loss, rule.phi(), carry, task.steps)
