@@ -1,46 +1,55 @@
-"""The classes of `torch.optim` as a table like ours: name → what makes one from options alone, all but the parameters.
+"""The classes of `torch.optim` by name, as entries of a registry.
 
-A made entry is an `OptimizerFactory`, which waits for the parameters.
+An entry takes the options of its class and gives an `OptimizerFactory`, which waits for the parameters.
 """
 
 import inspect
 import typing
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Annotated, Any, TypeAlias
+from dataclasses import field, make_dataclass
+from typing import Annotated, Any, ClassVar, TypeAlias
 
 import torch
 from pydantic import Strict
 from torch.optim.optimizer import Optimizer, ParamsT
 
 OptimizerFactory: TypeAlias = Callable[[ParamsT], Optimizer]
-"""(parameters) → the optimiser of them."""
+"""(parameters) → the optimiser of these parameters."""
 
-# What the training loop decides, or cannot serve.
+# Options that the training loop decides or does not support.
 _NOT_OPTIONS = ("params", "differentiable", "capturable")
-# Ours are dense.
+# Classes for sparse gradients; the gradients of a training loop here are dense.
 _SPARSE_ONLY = ("SparseAdam",)
 
 
-def _entry(kind: type[Optimizer]) -> Callable[..., OptimizerFactory]:
-    """A function of the constructor's options, typed as they are; a list does for a tuple, as TOML has none."""
+class _Factory:
+    """The options of a class of `torch.optim` as the fields of a dataclass; a call makes the optimiser.
 
-    def make(**options: Any) -> OptimizerFactory:
-        return partial(kind, **options)
+    Attributes:
+        kind: Class of the optimiser.
+    """
 
+    kind: ClassVar[type[Optimizer]]
+
+    def __call__(self, params: ParamsT) -> Optimizer:
+        """The optimiser of `params`."""
+        return self.kind(params, **vars(self))
+
+
+def _entry(kind: type[Optimizer]) -> type[_Factory]:
+    """A dataclass with the options of the constructor, their types and their defaults."""
     hints = typing.get_type_hints(kind.__init__)
-    options = [
-        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        for parameter in inspect.signature(kind).parameters.values()
-        if parameter.name not in _NOT_OPTIONS
-    ]
-    make.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]  # inspect's own protocol
-    make.__annotations__ = {option.name: _loosened(hints.get(option.name, Any)) for option in options}
-    make.__name__ = kind.__name__
-    return make
+    options = []
+    for option in inspect.signature(kind).parameters.values():
+        if option.name not in _NOT_OPTIONS:
+            default = field() if option.default is option.empty else field(default=option.default)
+            options.append((option.name, _list_for_tuple(hints.get(option.name, Any)), default))
+    namespace = {"kind": kind, "__doc__": f"The options of `torch.optim.{kind.__name__}`."}
+    return make_dataclass(kind.__name__, options, bases=(_Factory,), namespace=namespace, frozen=True, kw_only=True)
 
 
-def _loosened(hint: Any) -> Any:
+def _list_for_tuple(hint: Any) -> Any:
+    """The type of an option; a list will do for a tuple, as TOML has no tuples."""
     return Annotated[hint, Strict(False)] if typing.get_origin(hint) is tuple else hint
 
 

@@ -1,7 +1,7 @@
-"""Parameters that lie across several processes (FSDP2's, tensor parallel ones): this process's part, and the whole.
+"""Parameters distributed over several processes (FSDP2, tensor parallelism): this process's part, and the whole.
 
-Such a parameter is a `DTensor` over a mesh of processes, laid out along each of the mesh's dimensions: cut ("shard",
-perhaps unevenly, some parts empty) or repeated ("replicate").
+Such a parameter is a `DTensor` over a mesh of processes. Along each dimension of the mesh it is either sharded, perhaps
+into parts of unequal size, some of them empty, or replicated.
 """
 
 import sys
@@ -15,27 +15,34 @@ from torch import Tensor, distributed
 from torch.utils.dlpack import from_dlpack
 
 from l2lopt.core.errors import UserError
-from l2lopt.core.groupings import Total
-from l2lopt.core.layout import Layout, Shards
+from l2lopt.core.groupings import Shards
+from l2lopt.core.types import Layout
 
 if distributed.is_available():
-    # The defaults of its functions hold the process group that is there when it is first imported, and `torch.optim`
-    # imports it. A group that is held keeps its threads when it is destroyed, and they may abort the process at exit.
+    # `torch.optim` imports this module anyway. The defaults of its functions refer to the process group that exists at
+    # the first import, and a group that is referred to keeps its threads after it is destroyed; they may abort the
+    # process at exit. So it is imported here, before there is a group.
     import torch.distributed.nn
 
 
+ALL = slice(None)
+"""All axes of a parameter."""
+
+
 def is_distributed(value: Any) -> bool:
-    """Whether a tensor lies across processes."""
-    module = sys.modules.get("torch.distributed.tensor")  # seconds to import, and there once somebody has made one
+    """Whether a tensor is distributed over processes."""
+    module = sys.modules.get("torch.distributed.tensor")  # takes seconds to import; whoever made a DTensor has done so
     return module is not None and isinstance(value, module.DTensor)
 
 
-def local(value: Tensor, like: Tensor | None = None) -> Tensor:
-    """This process's part; a plain tensor as it is.
+def local(value: Tensor, like: Tensor | None = None, axes: slice = ALL) -> Tensor:
+    """This process's part of a tensor; a plain tensor is returned unchanged.
 
     Args:
-        value: laid out as it may be.
-        like: a parameter, to the placements of which a tensor [features…, *like.shape] is brought first.
+        value: Plain or distributed tensor.
+        like: Parameter whose placements `value`, [features…, *like.shape[axes]], is given first; None keeps its
+            placements.
+        axes: Axes of the parameter that `value` has.
     """
     here: Any = value
     if like is None or not (is_distributed(value) or is_distributed(like)):
@@ -43,7 +50,7 @@ def local(value: Tensor, like: Tensor | None = None) -> Tensor:
     if not is_distributed(like):
         whole: Tensor = here.full_tensor()
         return whole
-    mesh, placements = _mesh(like), _shifted(like, value.dim() - like.dim())
+    mesh, placements = _mesh(like), _placements(like, value.dim() - len(like.shape[axes]), axes)
     if not is_distributed(value):
         here = torch.distributed.tensor.distribute_tensor(value, mesh, placements, src_data_rank=None)
     elif tuple(here.placements) != tuple(placements):
@@ -52,16 +59,25 @@ def local(value: Tensor, like: Tensor | None = None) -> Tensor:
     return part
 
 
-def as_parameter(part: Tensor, param: Tensor) -> Tensor:
-    """A view [features…, *(param's part)] as a tensor [features…, *param.shape] with the parameter's placements."""
+def as_parameter(part: Tensor, param: Tensor, axes: slice = ALL) -> Tensor:
+    """This process's part of a state, as a tensor [features…, *param.shape[axes]] with the parameter's placements.
+
+    Args:
+        part: View [features…, *shape[axes]], with the shape of this process's part of `param`; the result shares its
+            memory.
+        param: Plain or distributed parameter.
+        axes: Axes of the parameter that `part` has.
+    """
     if not is_distributed(param):
         return part
-    beginning: Tensor = from_dlpack(part)  # of its own storage: at an offset a DTensor has no copy or pickle
-    shape = torch.Size((*part.shape[: part.dim() - param.dim()], *param.shape))
+    beginning: Tensor = from_dlpack(part)  # a DTensor at an offset in its storage can be neither copied nor pickled
+    kept = param.shape[axes]
+    features = part.dim() - len(kept)
+    shape = torch.Size((*part.shape[:features], *kept))
     made: Tensor = torch.distributed.tensor.DTensor.from_local(
         beginning,
         _mesh(param),
-        _shifted(param, part.dim() - param.dim()),
+        _placements(param, features, axes),
         run_check=False,
         shape=shape,
         stride=tuple(prod(shape[axis + 1 :]) for axis in range(len(shape))),
@@ -69,18 +85,18 @@ def as_parameter(part: Tensor, param: Tensor) -> Tensor:
     return made
 
 
-def kind(param: Tensor) -> Hashable:
-    """What the parameters of one flat vector have in common."""
+def kind(param: Any) -> Hashable:
+    """A key that is equal for parameters that can form one flat vector: dtype, device, mesh and placements."""
     if not is_distributed(param):
         return param.dtype, param.device
-    return param.dtype, param.device, _mesh(param), tuple(map(str, _any(param).placements))
+    return param.dtype, param.device, _mesh(param), tuple(param.placements)
 
 
 def layout_of(params: Mapping[str, Tensor]) -> Layout:
     """The layout of this process's parts of parameters of one `kind`.
 
     Raises:
-        UserError: for parameters on another device than their mesh.
+        UserError: The parameters are on another device than their mesh.
     """
     layout = Layout.of({name: local(param) for name, param in params.items()})
     first = next(iter(params.values()))
@@ -91,16 +107,20 @@ def layout_of(params: Mapping[str, Tensor]) -> Layout:
         expected, found = f"on {mesh.device_type}, as the mesh is", f"on {first.device.type}"
         remedy = "shard without an offload policy"
         raise UserError(f"sharded parameter {layout.names[0]!r}", expected=expected, found=found, remedy=remedy)
-    cuts = _cuts(first)
-    shards = None
-    if cuts:
-        shapes = tuple(tuple(param.shape) for param in params.values())
-        shards = Shards(shapes, partial(_summed, mesh, cuts), _rows(mesh, first), _columns(mesh, first))
-    return Layout(layout.names, layout.shapes, shards)
+    cuts = _sharded_along(first)
+    if not cuts:
+        return layout
+    shapes = tuple(tuple(param.shape) for param in params.values())
+    # A parameter that is sharded along its first axis has whole rows in each process, and parts of columns.
+    columns = tuple(index for index in cuts if _axis(first, index) == 0)
+    rows = tuple(index for index in cuts if _axis(first, index) != 0)
+    total, of_rows, of_columns = (partial(_summed, mesh, some) if some else None for some in (cuts, rows, columns))
+    assert total is not None
+    return Layout(layout.names, layout.shapes, Shards(shapes, total, of_rows, of_columns))
 
 
 def mean(value: Tensor, params: Iterable[Tensor]) -> Tensor:
-    """The mean of a number over the processes that parameters lie across; the number itself where they are plain."""
+    """The mean of a number over the processes that hold the parameters; the number itself if all of them are plain."""
     value = local(value, like=torch.empty(()))
     first = next(filter(is_distributed, params), None)
     if first is None:
@@ -111,7 +131,7 @@ def mean(value: Tensor, params: Iterable[Tensor]) -> Tensor:
 
 
 def _summed(mesh: Any, dimensions: tuple[int, ...], values: Tensor) -> Tensor:
-    """Sums over the processes along some of a mesh's dimensions."""
+    """Sums of `values` over the processes along some of a mesh's dimensions."""
     total = values.detach().clone().to(mesh.device_type)
     for dimension in dimensions:
         torch.distributed.all_reduce(total, group=mesh.get_group(dimension))
@@ -119,46 +139,36 @@ def _summed(mesh: Any, dimensions: tuple[int, ...], values: Tensor) -> Tensor:
 
 
 def _mesh(param: Any) -> Any:
-    """The processes that a parameter lies across."""
+    """The mesh of processes that a parameter is distributed over."""
     return param.device_mesh
 
 
-def _cuts(param: Any) -> tuple[int, ...]:
-    """The dimensions of its mesh along which a parameter is cut."""
+def _sharded_along(param: Any) -> tuple[int, ...]:
+    """The dimensions of its mesh along which a parameter is sharded."""
     return tuple(index for index, placement in enumerate(param.placements) if not placement.is_replicate())
 
 
-def _rows(mesh: Any, param: Any) -> Total | None:
-    """The sum over the processes among which rows of a parameter's matrix view are cut."""
-    cuts = tuple(index for index in _cuts(param) if _any(param).placements[index].is_shard() and _dim(param, index))
-    return partial(_summed, mesh, cuts) if cuts else None
+def _axis(param: Any, dimension: int) -> int:
+    """The axis of a parameter that is sharded along a dimension of its mesh."""
+    return int(getattr(param.placements[dimension], "dim", 0))
 
 
-def _columns(mesh: Any, param: Any) -> Total | None:
-    """The sum over the processes among which columns of a parameter's matrix view are cut."""
-    cuts = tuple(index for index in _cuts(param) if _any(param).placements[index].is_shard() and not _dim(param, index))
-    return partial(_summed, mesh, cuts) if cuts else None
+def _placements(param: Any, features: int, axes: slice) -> list[Any]:
+    """The placements of a tensor [features…, *param.shape[axes]]: those of the parameter for the axes that it has.
 
-
-def _dim(param: Any, index: int) -> int:
-    """The axis of a parameter that is cut along a dimension of its mesh."""
-    return int(param.placements[index].dim)
-
-
-def _any(param: Tensor) -> Any:
-    """The parameter, whose type has no placements."""
-    return param
-
-
-def _shifted(param: Any, axes: int) -> list[Any]:
-    """A parameter's placements for a tensor with further axes before its own."""
-    placements = []
+    Args:
+        param: Distributed parameter.
+        features: Number of axes before those of the parameter.
+        axes: Axes of the parameter that the tensor has.
+    """
+    replicate, kept = torch.distributed.tensor.Replicate(), range(param.dim())[axes]
+    placements: list[Any] = []
     for placement in param.placements:
-        if placement.is_replicate():
-            placements.append(placement)
-        elif placement.is_shard():
-            placements.append(torch.distributed.tensor.Shard(placement.dim + axes))
-        else:
+        if not (placement.is_replicate() or placement.is_shard()):
             expected, remedy = "cut or repeated along each dimension of its mesh", "shard it in one way only"
             raise UserError("sharded parameter", expected=expected, found=str(placement), remedy=remedy)
+        if placement.is_shard() and placement.dim in kept:
+            placements.append(torch.distributed.tensor.Shard(features + kept.index(placement.dim)))
+        else:
+            placements.append(replicate)
     return placements

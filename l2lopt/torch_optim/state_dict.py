@@ -11,25 +11,30 @@ from torch.utils import _pytree as pytree
 
 
 def restore(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """`load_state_dict` to the bit: state keeps its own dtype (torch.optim gives it the parameter's), and is copied.
+    """`load_state_dict` to the bit: the state is copied and keeps its dtype.
 
-    It runs after the optimiser's own pre-hooks, and before its post-hooks.
+    `torch.optim` would cast it to the parameter's dtype. It runs after the optimiser's other pre-hooks and
+    before its other post-hooks.
+
+    Args:
+        optimizer: Optimiser whose state is replaced.
+        state_dict: State to load; not changed.
     """
-    read: dict[str, Any] = {}
+    given: dict[str, Any] = {}
 
-    def keep(_: torch.optim.Optimizer, given: dict[str, Any]) -> None:
-        read.update(given)
+    def remember(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        given.update(state_dict)
 
     def put_back(_: torch.optim.Optimizer) -> None:
-        saved = deepcopy(read["state"])
-        numbers = chain.from_iterable(group["params"] for group in read["param_groups"])
+        saved = deepcopy(given["state"])
+        numbers = chain.from_iterable(group["params"] for group in given["param_groups"])
         params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         for number, param in zip(numbers, params, strict=True):
             if number in saved:
-                optimizer.state[param] = pytree.tree_map(_placed, saved[number], optimizer.state[param])
+                optimizer.state[param] = pytree.tree_map(_on_device, saved[number], optimizer.state[param])
 
     handles = [
-        optimizer.register_load_state_dict_pre_hook(keep),
+        optimizer.register_load_state_dict_pre_hook(remember),
         optimizer.register_load_state_dict_post_hook(put_back, prepend=True),
     ]
     try:
@@ -39,6 +44,6 @@ def restore(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> 
             handle.remove()
 
 
-def _placed(saved: Any, loaded: Any) -> Any:
-    """The saved value where torch.optim would have put it."""
+def _on_device(saved: Any, loaded: Any) -> Any:
+    """The saved value on the device that torch.optim has chosen for it."""
     return saved.to(loaded.device) if isinstance(saved, Tensor) else saved

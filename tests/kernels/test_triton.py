@@ -249,11 +249,11 @@ def test_a_state_in_bfloat16_goes_in_one_piece():
     for seed in range(3):
         grads, theta = normal(26, seed=seed).float().to(DEVICE), normal(26, seed=9).float().to(DEVICE)
         one, other = (
-            vector.advance(twin, "", torch.bfloat16, grads, theta, None).clone()
+            vector.update_(twin, "", torch.bfloat16, grads, theta, None).clone()
             for vector, twin in zip(vectors, twins, strict=True)
         )
         torch.testing.assert_close(one, other, rtol=0.02, atol=1e-4)
-    assert vectors[0].own[0]["cell.h"].dtype == torch.bfloat16
+    assert vectors[0].states[0]["cell.h"].dtype == torch.bfloat16
 
 
 def test_derivatives_and_other_numbers_are_the_references():

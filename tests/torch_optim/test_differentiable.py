@@ -7,7 +7,7 @@ from functools import partial
 import laws
 import pytest
 import torch
-from implementations import OPTIMISERS, each, learned, normal
+from implementations import DOUBLES, OPTIMISERS, each, learned, normal
 from torch import nn
 from torch.func import functional_call, grad_and_value
 
@@ -45,14 +45,14 @@ def by_hand(phi, theta, rule, model, lr=1.0, weight_decay=0.0, bound=None):
     state = rule.init(layout, like=flat)
     for step in range(STEPS):
         slope, value = grad_and_value(loss)(flat, step)
-        update, state = rule.update_with(phi, slope, state, flat, value)
+        update, state = rule.update_with(phi, slope, state, flat, loss=value)
         update = update if bound is None else update.clamp(-bound, bound)
         flat = flat + lr * (update - weight_decay * flat)
         total = total + loss(flat, step + 1)
     return total
 
 
-@pytest.mark.parametrize("make", each(OPTIMISERS, factories=True))
+@pytest.mark.parametrize("make", each(OPTIMISERS | DOUBLES, factories=True))
 def test_gradients_of_start_and_phi_are_exact(make):
     rule, model = make(), small_model()
     theta = dict(model.named_parameters())
@@ -135,6 +135,30 @@ def test_it_goes_on_from_the_optimisers_state_and_does_as_it_does(state_dtype, t
         assert (ours.grad_fn is not None) == (tracked and theirs.requires_grad)
     states = [value for own in inner.state for table in own.values() for value in table.values()]
     assert tracked or not any(torch.is_tensor(value) and value.requires_grad for value in states)
+
+
+@pytest.mark.parametrize("rule", DOUBLES)
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_state_per_group_goes_on_from_the_optimisers(rule, state_dtype):
+    """After steps in which a parameter has had no gradient, so that there are two vectors."""
+    model = small_model().float()
+    optimizer = LearnedOptimizer(model.parameters(), DOUBLES[rule]().float(), state_dtype=state_dtype)
+
+    def descend(steps):
+        for step in steps:
+            optimizer.zero_grad()
+            (model(X[step].float()) - Y[step].float()).square().mean().backward()
+            if step == 1:
+                model[0].bias.grad = None
+            optimizer.step()
+
+    descend(range(2))
+    with higher.innerloop_ctx(model, optimizer) as (functional, inner):
+        for step in range(2, STEPS):
+            inner.step((functional(X[step].float()) - Y[step].float()).square().mean())
+    descend(range(2, STEPS))
+    for ours, theirs in zip(functional.parameters(), model.parameters(), strict=True):
+        laws.assert_close(ours.detach(), theirs.detach(), 1e-5 if state_dtype == "float32" else 0.01)
 
 
 def test_a_rule_of_its_own_for_each_group():

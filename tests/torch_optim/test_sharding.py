@@ -8,13 +8,14 @@ import laws
 import processes
 import pytest
 import torch
-from implementations import OPTIMISERS, normal
+from implementations import DOUBLES, OPTIMISERS, normal
 from torch import distributed, nn
 from torch.utils import _pytree as pytree
 
 from l2lopt import LearnedOptimizer, UserError, optimisers
 from l2lopt.torch_optim import sharding
 
+EVERY = OPTIMISERS | DOUBLES
 RECIPE = "coordinatewise direction-and-magnitude"
 RULES = [
     RECIPE,
@@ -99,7 +100,7 @@ def pickled(value):
 
 def one_process(rank, made, rule, dtype, steps, tolerance, **options):
     alone, together = model_of(dtype), MODELS[made](model_of(dtype))
-    rule = OPTIMISERS[rule]().to(dtype)
+    rule = EVERY[rule]().to(dtype)
     descend(alone, LearnedOptimizer(alone.parameters(), rule, **options), range(steps), alone=True)
     descend(together, LearnedOptimizer(together.parameters(), rule, **options), range(steps))
     assert_same_parameters(together, alone, tolerance)
@@ -126,9 +127,9 @@ def test_a_step_in_float32_gives_one_processs_parameters(made, rule):
 
 def in_pieces(rank):
     """The processes hold unequal parts, and must cut them at the same tensors to meet in their sums."""
-    from l2lopt.torch_optim import flat_vectors
+    from l2lopt.torch_optim import blocks
 
-    flat_vectors.PIECE = 6
+    blocks.BLOCK = 6
     one_process(rank, "FSDP2", RECIPE, torch.float64, 5, 1e-7, state_dtype="bfloat16")
 
 
@@ -207,7 +208,7 @@ def tensor_parallel(rank, rule):
     together, plan = deepcopy(alone), {"0": ColwiseParallel(), "2": RowwiseParallel()}
     parallelize_module(together, init_device_mesh("cpu", (2,)), plan)
     for model in (alone, together):
-        descend(model, LearnedOptimizer(model.parameters(), OPTIMISERS[rule]()), range(10), alone=True)
+        descend(model, LearnedOptimizer(model.parameters(), EVERY[rule]()), range(10), alone=True)
     placements = [str(param.placements[0]) for param in together.parameters() if is_cut(param)]
     assert placements == ["S(0)", "S(0)", "S(1)", "R"]
     assert_same_parameters(together, alone, 1e-7)
@@ -233,7 +234,7 @@ def refused(rank):
     optimizer = LearnedOptimizer(model.parameters(), Centred(0.1))
     backward(model, 0)
     with pytest.raises(
-        UserError, match=r"sharded parameters: expected a rule .* statistic only, found Centred; choose"
+        UserError, match=r"sharded parameters: expected a rule .* means over groups only, found Centred; choose"
     ):
         optimizer.step()
     assert_same_parameters(model, model_of(), 0.0)
@@ -270,31 +271,31 @@ def test_what_cannot_be_cut_is_refused(task):
 OPTIONS = {"cut": {}, "flat": {"flatten_optimizer_state_dict": True}}
 
 
-def made_for_checkpoint(seed=0):
+def made_for_checkpoint(seed=0, rule=RULES[-1]):
     model = sharded(model_of(seed=seed)) if distributed.get_world_size() > 1 else model_of(seed=seed)
     groups = [
         {"params": [*model[0].parameters(), *model[4].parameters()], "weight_decay": 0.01},
         {"params": model[2].parameters(), "weights": {"name": "adam", "lr": 0.01}},
     ]
-    return model, LearnedOptimizer(groups, OPTIMISERS[RULES[-1]](), fallback="adam", lr=0.5)
+    return model, LearnedOptimizer(groups, EVERY[rule](), fallback="adam", lr=0.5)
 
 
-def saved(rank, folder, options):
+def saved(rank, folder, options, rule=RULES[-1]):
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-    model, optimizer = made_for_checkpoint()
+    model, optimizer = made_for_checkpoint(rule=rule)
     descend(model, optimizer, range(3))
     both = get_state_dict(model, optimizer, options=StateDictOptions(**OPTIONS[options]))
     checkpoint.save(dict(zip(("model", "optimizer"), both, strict=True)), checkpoint_id=folder)
 
 
-def loaded(rank, folder, options):
+def loaded(rank, folder, options, rule=RULES[-1]):
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
     options = StateDictOptions(**OPTIONS[options])
-    model, optimizer = made_for_checkpoint(seed=1)
+    model, optimizer = made_for_checkpoint(1, rule)
     both = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer, options=options), strict=True))
     checkpoint.load(both, checkpoint_id=folder)
     set_state_dict(
@@ -306,7 +307,7 @@ def loaded(rank, folder, options):
         {"params": [*alone[0].parameters(), *alone[4].parameters()], "weight_decay": 0.01},
         {"params": alone[2].parameters(), "weights": {"name": "adam", "lr": 0.01}},
     ]
-    descend(alone, LearnedOptimizer(groups, OPTIMISERS[RULES[-1]](), lr=0.5), range(6), alone=True)
+    descend(alone, LearnedOptimizer(groups, EVERY[rule](), lr=0.5), range(6), alone=True)
     assert_same_parameters(model, alone, 1e-7)
 
 

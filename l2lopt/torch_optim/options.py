@@ -1,0 +1,57 @@
+"""Options of `LearnedOptimizer`: their names, their ranges, and the parameters and gradients it accepts."""
+
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from l2lopt.core.errors import UserError, above_0, at_least_0, did_you_mean
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Dtypes of parameters and gradients."""
+STATE_DTYPES = ("float32", "bfloat16")
+"""Values of the option `state_dtype`."""
+_REFUSED = {
+    "capturable": "capture the model alone: the rules read the step count on the host",
+    "maximize": "take the loss with its sign turned: learned rules go downhill",
+    "differentiable": "use higher.innerloop_ctx",
+}
+"""Options of `torch.optim`'s groups that would change what a step does → what to do instead."""
+
+
+def check_options(group: Mapping[str, Any]) -> None:
+    """Refuses options of a parameter group that are out of their range or of the wrong type."""
+    if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
+        found, remedy = str(list(group["lr"].shape)), "make a group for each rate"
+        raise UserError("LearnedOptimizer: lr", expected="one number", found=found, remedy=remedy)
+    for name in ("lr", "weight_decay", "max_update"):
+        if not isinstance(group[name], Real | Tensor) and not (name == "max_update" and group[name] is None):
+            found = repr(group[name])
+            raise UserError(f"LearnedOptimizer: {name}", expected="a number", found=found, remedy="change the value")
+    at_least_0("LearnedOptimizer", lr=group["lr"], weight_decay=group["weight_decay"])
+    if group["max_update"] is not None:
+        above_0("LearnedOptimizer", max_update=group["max_update"])
+    if group["state_dtype"] not in STATE_DTYPES:
+        found, remedy = repr(group["state_dtype"]), did_you_mean(str(group["state_dtype"]), STATE_DTYPES)
+        raise UserError("LearnedOptimizer: state_dtype", expected="a known name", found=found, remedy=remedy)
+    for name, remedy in _REFUSED.items():
+        if group.get(name):
+            raise UserError(f"LearnedOptimizer: {name}", expected="False", found="True", remedy=remedy)
+
+
+def check_gradients(group: Mapping[str, Any]) -> None:
+    """Refuses sparse, complex and integer gradients, and parameters of such kinds that have a gradient."""
+    for index, param in enumerate(group["params"]):
+        for value in (param.grad, param) if param.grad is not None else ():
+            if value.layout != torch.strided or value.dtype not in DTYPES:
+                found = f"{str(value.layout).removeprefix('torch.')} {str(value.dtype).removeprefix('torch.')}"
+                expected, remedy = "a dense real gradient", "give the parameter to another optimiser"
+                where = f"parameter {names_of(group)[index]!r}"
+                raise UserError(where, expected=expected, found=found, remedy=remedy)
+
+
+def names_of(group: Mapping[str, Any]) -> Sequence[str]:
+    """The names of a group's parameters; "p0", "p1", … where the caller gave none."""
+    return group.get("param_names") or [f"p{index}" for index in range(len(group["params"]))]

@@ -1,0 +1,117 @@
+"""The parameters of a group that step together.
+
+A parameter without a gradient neither moves nor counts the step, so its state falls behind that of the others. From
+then on the parameters with a gradient are a flat vector of their own: each vector has one step count for all.
+"""
+
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from l2lopt.core.types import Layout
+from l2lopt.torch_optim import sharding
+from l2lopt.torch_optim.flat_vectors import FlatVector
+from l2lopt.torch_optim.options import names_of
+
+
+def partition(
+    params: Sequence[Tensor], numbers: Sequence[int | None], present: Sequence[bool]
+) -> list[tuple[int, list[int]]]:
+    """The flat vectors of the parameters that have a gradient: the number of each and the indices of its parameters.
+
+    Parameters that step for the first time, or without others of their vector, get a new number.
+
+    Args:
+        params: Parameters of one group.
+        numbers: Number of the vector that each parameter belongs to; None before its first step.
+        present: Whether each parameter has a gradient.
+    """
+    members: dict[Any, list[int]] = {}
+    for index, (param, number) in enumerate(zip(params, numbers, strict=True)):
+        if number is not None or present[index]:
+            members.setdefault((number, sharding.kind(param)), []).append(index)
+    last, seen, vectors = max((number for number, _ in members if number is not None), default=-1), set(), []
+    for (number, _), indices in members.items():
+        stepping = [index for index in indices if present[index]]
+        if number is None or number in seen or len(stepping) < len(indices):
+            last += 1
+            vectors.append((last, stepping))
+        else:
+            vectors.append((number, stepping))
+        seen.add(number)
+    return [(number, stepping) for number, stepping in vectors if stepping]
+
+
+def vectors_of(
+    group: Mapping[str, Any],
+    state: MutableMapping[Tensor, dict[str, Any]],
+    vectors: dict[int, FlatVector],
+    others: Iterable[Tensor] = (),
+) -> list[FlatVector]:
+    """The flat vectors of a group's parameters that have a gradient.
+
+    The number of a parameter's vector is `state[p]["vector"]`; see `partition`.
+
+    Args:
+        group: Parameter group of a `torch.optim.Optimizer`.
+        state: State of the optimiser; changed in place.
+        vectors: Vectors of the last call by number; changed in place.
+        others: Parameters of the other groups; see `fan_ins_of`.
+    """
+    params = group["params"]
+    if len(vectors) == 1 and all(param.grad is not None for param in params):
+        (vector,) = vectors.values()
+        if vector.is_current(params, [state.get(param, {}) for param in params]):
+            return [vector]
+    names = names_of(group)
+    numbers = [state[param].get("vector") if param in state else None for param in params]
+    present = [param.grad is not None for param in params]
+    stepping = []
+    for number, indices in partition(params, numbers, present):
+        old = numbers[indices[0]]
+        if number != old:
+            if old is not None:
+                vectors.pop(old, None)
+                _detach(state[params[index]] for index in _absent(old, numbers, present))
+            for index in indices:
+                state[params[index]]["vector"] = number
+        chosen, states = [params[index] for index in indices], [state[params[index]] for index in indices]
+        if number not in vectors or not vectors[number].is_current(chosen, states):
+            fan_ins = fan_ins_of(params, others)  # of the whole group: a bias's matrix may lie in another vector
+            named = dict(zip([names[index] for index in indices], chosen, strict=True))
+            vectors[number] = FlatVector(named, states, tuple(fan_ins[index] for index in indices))
+        stepping.append(vectors[number])
+    return stepping
+
+
+def _absent(old: int, numbers: Sequence[int | None], present: Sequence[bool]) -> list[int]:
+    """The indices of the parameters that stay behind in vector `old`."""
+    return [index for index, number in enumerate(numbers) if number == old and not present[index]]
+
+
+def _detach(states: Iterable[dict[str, Any]]) -> None:
+    """Copies the tensors of parameters that stay behind.
+
+    As views they would keep the whole buffer alive, and their step count would go on with that of the others.
+    """
+    for state in states:
+        state.update(pytree.tree_map_only(Tensor, torch.clone, state))
+
+
+def fan_ins_of(params: Sequence[Tensor], others: Iterable[Tensor]) -> tuple[int, ...]:
+    """`Layout.fan_ins` of a group's parameters.
+
+    A vector with no matrix before it in its group, such as a bias in a group of biases, takes the fan-in of the first
+    matrix among `others` with as many outputs as the vector has numbers.
+    """
+    found = list(Layout.of({str(index): param for index, param in enumerate(params)}).fan_ins)
+    matrices = [other for other in others if other.dim() > 1]
+    for index, param in enumerate(params):
+        if param.dim() > 1:
+            break
+        found[index] = next((prod(m.shape[1:]) for m in matrices if len(m) == param.numel()), found[index])
+    return tuple(max(fan_in, 1) for fan_in in found)

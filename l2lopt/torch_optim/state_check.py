@@ -1,0 +1,99 @@
+"""Whether a saved state can belong to a group's rules and parameters; checked before anything is loaded."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from l2lopt.core.errors import UserError
+from l2lopt.core.types import Layout, OptimiserState
+from l2lopt.optimisers import Optimiser
+from l2lopt.torch_optim.options import names_of
+from l2lopt.torch_optim.state_parts import arrays_of
+from l2lopt.weights import files
+
+PREFIXES = {"weights": "", "fallback": "fallback."}
+"""Rules of a group → first part of the names of their state in `state[p]`."""
+OBSOLETE = ("statistic",)
+"""Shared tensors that older releases stored and each step computes."""
+_REMEDY = "make the optimiser with the rules it was saved with, or begin without its state"
+
+
+def check_rules(
+    group: Mapping[str, Any],
+    saved: dict[str, Any],
+    rules: Mapping[str, Optimiser],
+    state: Mapping[Tensor, Mapping[str, Any]],
+) -> None:
+    """Refuses a state of other rules than the group's.
+
+    A hash of the first releases cannot be compared with those of today. Where `saved` has one, the names and numbers
+    in the state are compared instead, and the hash in `saved` is replaced.
+
+    Args:
+        group: Parameter group of the optimiser that loads.
+        saved: Parameter group of the saved optimiser.
+        rules: Rules by hash.
+        state: Saved state by the parameters that load it.
+    """
+    for key, prefix in PREFIXES.items():
+        if group[key] is not None and files.is_old(saved.get(key)):
+            _check_names(group, prefix, rules[group[key]], state)
+            saved[key] = group[key]
+        if saved.get(key) != group[key]:
+            expected, found = f"the state of {key} {group[key]}", f"that of {key} {saved.get(key)}"
+            raise UserError("load_state_dict", expected=expected, found=found, remedy=_REMEDY)
+
+
+def check_shapes(
+    group: Mapping[str, Any], rules: Mapping[str, Optimiser], state: Mapping[Tensor, Mapping[str, Any]]
+) -> None:
+    """Refuses a state that lacks an array, or has one of another shape than the group's rules and parameters give it.
+
+    Args:
+        group: Parameter group of the optimiser that loads.
+        rules: Rules by hash.
+        state: Saved state by the parameters that load it.
+    """
+    for key, prefix in PREFIXES.items():
+        if group[key] is None:
+            continue
+        arrays = list(arrays_of(_one_coordinate(rules[group[key]])))
+        for name, param in zip(names_of(group), group["params"], strict=True):
+            saved = state.get(param, {})
+            found = {a.name: tuple(saved[prefix + a.name].shape) for a in arrays if prefix + a.name in saved}
+            if found and found != {array.name: array.part_shape(param.shape) for array in arrays}:
+                expected = f"{', '.join(array.name for array in arrays)} [..., *{list(param.shape)}]"
+                remedy = "give it the state of this model"
+                raise UserError(f"load_state_dict: {name}", expected=expected, found=str(found), remedy=remedy)
+
+
+def _check_names(
+    group: Mapping[str, Any], prefix: str, rule: Optimiser, state: Mapping[Tensor, Mapping[str, Any]]
+) -> None:
+    """Refuses a state that has other arrays than a rule, or more or fewer numbers per coordinate."""
+    initial = _one_coordinate(rule)
+    wanted = {array.name: tuple(array.value.shape[:-1]) for array in arrays_of(initial)}
+    for name, param in zip(names_of(group), group["params"], strict=True):
+        own = _names_of_rule(state.get(param, {}), prefix)
+        arrays = {k: _features(value, param) for k, value in own.items() if k not in (*initial.shared, *OBSOLETE)}
+        if own and not (arrays == wanted and own.keys() >= initial.shared.keys()):
+            raise UserError(f"load_state_dict: {name}", expected=str(wanted), found=str(arrays), remedy=_REMEDY)
+
+
+def _one_coordinate(rule: Optimiser) -> OptimiserState:
+    """The initial state of a rule for one coordinate."""
+    return rule.init(Layout(("one",), ((1,),)))
+
+
+def _names_of_rule(saved: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """The part of a parameter's state that belongs to one rule, under the rule's names."""
+    begins = {key: next(p for p in reversed(PREFIXES.values()) if key.startswith(p)) for key in saved}
+    return {key.removeprefix(prefix): saved[key] for key in saved if key != "vector" and begins[key] == prefix}
+
+
+def _features(value: Any, param: Tensor) -> tuple[int, ...]:
+    """The numbers that each coordinate has in an array of a parameter's state, axis by axis."""
+    shape = torch.as_tensor(value).shape
+    return tuple(shape[: len(shape) - param.dim()])

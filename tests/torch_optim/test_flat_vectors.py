@@ -1,0 +1,88 @@
+"""How a state lies in memory: one buffer, of which each parameter's table has a view."""
+
+import math
+import weakref
+
+import laws
+import pytest
+import torch
+from descent import LSTM, RULES, descend, each_optimiser, start
+from implementations import OPTIMISERS, normal
+
+from l2lopt import LearnedOptimizer
+from l2lopt.torch_optim import blocks
+
+
+@each_optimiser
+def test_a_state_is_one_buffer_that_stays(rule):
+    params = start(torch.float32)
+    optimizer = LearnedOptimizer(params.values(), rule())
+
+    def places():
+        return {
+            (name, key): (value.data_ptr(), value.untyped_storage().data_ptr())
+            for name, param in params.items()
+            for key, value in optimizer.state[param].items()
+            if torch.is_tensor(value)
+        }
+
+    descend(params, optimizer, range(1))
+    before = places()
+    descend(params, optimizer, range(1, 4))
+    assert places() == before
+    assert len({storage for _, storage in before.values()}) == len({key for _, key in before})
+    descend(params, optimizer, range(4, 6), lambda step: ["vector"])
+    assert len({storage for (_, key), (_, storage) in places().items()}) == 2 * len({key for _, key in before})
+
+
+def test_parameters_left_behind_do_not_hold_the_memory_of_all():
+    params = start(torch.float32)
+    optimizer = LearnedOptimizer(params.values(), LSTM())
+    descend(params, optimizer, range(1))
+    whole = weakref.ref(optimizer.state[params["matrix"]]["cell.h"]._base)
+    descend(params, optimizer, range(1, 2), lambda step: ["vector"])
+    assert whole() is None
+
+
+def test_a_state_put_in_the_place_of_a_view_counts():
+    one, other = start(), start()
+    first, second = (LearnedOptimizer(params.values(), LSTM()) for params in (one, other))
+    descend(one, first, range(2))
+    descend(other, second, range(2))
+    first.state[one["matrix"]]["cell.h"].zero_()
+    second.state[other["matrix"]]["cell.h"] = torch.zeros(3, 3, 2, dtype=torch.float64)
+    laws.assert_same(descend(one, first, range(2, 4)), descend(other, second, range(2, 4)))
+
+
+def test_many_tensors_are_one_to_a_rule_without_statistics():
+    many = {str(index): torch.nn.Parameter(part.clone()) for index, part in enumerate(normal(30).split(3))}
+    one = {"all": torch.nn.Parameter(normal(30))}
+    rule = OPTIMISERS["coordinatewise additive"]()
+    after = descend(many, LearnedOptimizer(many.values(), rule), range(4))
+    laws.assert_close(
+        torch.cat(list(after.values())), descend(one, LearnedOptimizer(one.values(), rule), range(4))["all"]
+    )
+
+
+@pytest.mark.parametrize("name", ["additive", "direction-and-magnitude"])
+def test_a_state_in_bfloat16_is_worked_on_in_pieces(name, monkeypatch):
+    """The first update is exact, later ones come from a rounded state; what is shared is that of the whole."""
+    results = {}
+    for piece, dtype in ((2**16, "float32"), (2**16, "bfloat16"), (3, "bfloat16")):
+        monkeypatch.setattr(blocks, "BLOCK", piece)
+        params = start()
+        optimizer = LearnedOptimizer(params.values(), RULES[name](), state_dtype=dtype)
+        (params["vector"] * math.nan).sum().backward()
+        params["matrix"].grad, params["scalar"].grad = normal(3, 2), normal()
+        optimizer.step()
+        first = {key: value.detach().clone() for key, value in params.items()}
+        laws.assert_same(first["vector"], start()["vector"].detach())
+        later, own = descend(params, optimizer, range(4)), optimizer.state[params["matrix"]]
+        results[piece, dtype] = first, later, own
+    (first, later, own), *others = results.values()
+    for in_pieces, after, state in others:
+        laws.assert_close(in_pieces, first)
+        laws.assert_close(after, later, 0.02)
+        assert state["cell.h"].dtype == torch.bfloat16
+        assert (state["step"].item(), state["skipped"].item()) == (own["step"].item(), own["skipped"].item()) == (5, 4)
+        assert state.get("statistic", torch.ones(0)).shape == own.get("statistic", torch.ones(0)).shape

@@ -1,0 +1,176 @@
+"""Options of `LearnedOptimizer`, for all parameters and for a group, and those that are refused."""
+
+import laws
+import pytest
+import torch
+from descent import LSTM, bumpy, descend, start
+from implementations import seeded
+from torch import nn
+
+from l2lopt import LearnedOptimizer, UserError, optimisers
+from l2lopt.weights import files
+
+
+def test_a_schedule_scales_the_update():
+    rates = [0.3, 1.0, 0.5, 0.0]
+    params, theta = start(), start()
+    optimizer = LearnedOptimizer(params.values(), optimisers.SGD(0.05))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rates[step % 4])
+    descend(params, optimizer, range(4), scheduler=scheduler)
+    for step, rate in enumerate(rates):
+        grads = torch.autograd.grad(bumpy(theta, step), list(theta.values()))
+        theta = {
+            name: (value - rate * 0.05 * g).detach().requires_grad_()
+            for (name, value), g in zip(theta.items(), grads, strict=True)
+        }
+    laws.assert_close(dict(params), theta)
+
+
+def test_groups_have_their_own_rate_and_state():
+    params = start()
+    groups = [{"params": [params["matrix"]], "lr": 0.0}, {"params": [params["vector"], params["scalar"]]}]
+    before = params["matrix"].detach().clone()
+    optimizer = LearnedOptimizer(groups, optimisers.make("coordinatewise", hidden_size=3))
+    after = descend(params, optimizer, range(3))
+    assert torch.equal(after["matrix"], before)
+    assert not torch.equal(after["vector"], start()["vector"])
+    assert optimizer.state[params["matrix"]]["rnnprop.m"].abs().sum() > 0
+
+
+def test_a_rate_below_0_is_refused():
+    with pytest.raises(UserError, match=r"LearnedOptimizer: lr: expected at least 0"):
+        LearnedOptimizer([torch.nn.Parameter(torch.ones(2))], optimisers.SGD(0.1), lr=-1.0)
+
+
+def test_decay_is_decoupled_as_adamws():
+    ours, theirs = start(), start()
+    optimizer = LearnedOptimizer(ours.values(), optimisers.adam(1.0), lr=0.02, weight_decay=0.2)
+    reference = torch.optim.AdamW(theirs.values(), lr=0.02, weight_decay=0.2)
+    laws.assert_close(descend(ours, optimizer, range(20)), descend(theirs, reference, range(20)))
+
+
+def test_a_bound_holds_for_each_coordinate_before_the_rate():
+    params = start()
+    optimizer = LearnedOptimizer(params.values(), optimisers.SGD(1.0), lr=0.5, max_update=0.1)
+    for param in params.values():
+        param.grad = torch.full_like(param, 3.0)
+    params["vector"].grad = torch.tensor([0.05, -0.05, 4.0, -4.0], dtype=torch.float64)
+    optimizer.step()
+    change = {name: value.detach() - start()[name].detach() for name, value in params.items()}
+    laws.assert_close(change["vector"], torch.tensor([-0.025, 0.025, -0.05, 0.05], dtype=torch.float64), 1e-9)
+    laws.assert_close(change["matrix"], torch.full((3, 2), -0.05, dtype=torch.float64), 1e-9)
+
+
+@pytest.mark.parametrize("lr", [torch.tensor(0.02), 0.02], ids=["tensor", "number"])
+def test_groups_have_rules_of_their_own(lr, tmp_path):
+    files.save(LSTM(seed=3), tmp_path / "w.safetensors")
+    ours, theirs, alone = start(), start(), start()
+    groups = [
+        {"params": [("matrix", ours["matrix"])], "weights": {"name": "adam", "lr": 1.0}, "lr": lr},
+        {"params": [("scalar", ours["scalar"])], "max_update": 0.01},
+    ]
+    before = [dict(group) for group in groups]
+    optimizer = LearnedOptimizer(groups, tmp_path / "w.safetensors", fallback="adam")
+    added = {"params": [("vector", ours["vector"])], "weights": optimisers.SGD(0.05), "weight_decay": 0.1}
+    optimizer.add_param_group(added)
+    assert groups == before
+    assert set(added) == {"params", "weights", "weight_decay"}
+    after = descend(ours, optimizer, range(8))
+    separate = [
+        torch.optim.Adam([theirs["matrix"]], lr=0.02),
+        torch.optim.SGD([theirs["vector"]], lr=0.05),
+        LearnedOptimizer([theirs["scalar"]], LSTM(seed=3).double(), max_update=0.01),
+    ]
+    for step in range(8):
+        bumpy(theirs, step).backward()
+        with torch.no_grad():
+            theirs["vector"].mul_(1 - 0.1)
+        for each in separate:
+            each.step()
+            each.zero_grad()
+    laws.assert_close(
+        after, {name: value.detach() for name, value in theirs.items()}, 1e-6 if torch.is_tensor(lr) else 1e-12
+    )
+    assert [group["fallback"] is None for group in optimizer.param_groups] == [True, False, True]
+    again = LearnedOptimizer([alone["scalar"]], tmp_path / "w.safetensors", fallback="adam")
+    again.add_param_group({**again.param_groups[0], "params": [alone["matrix"]]})  # a copied group has its rules
+    assert again.param_groups[1]["weights"] == again.param_groups[0]["weights"] == optimizer.param_groups[1]["weights"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, r"LearnedOptimizer: lr: expected at least 0"),
+        ({"lr": torch.tensor([0.1, 0.1])}, r"LearnedOptimizer: lr: expected one number, found \[2\]"),
+        ({"weight_decay": -1.0}, r"weight_decay: expected at least 0"),
+        ({"max_update": 0.0}, r"max_update: expected above 0"),
+        ({"state_dtype": "float61"}, r"state_dtype: expected a known name, found 'float61'; did you mean"),
+        ({"fallback": "adamm"}, r"optimiser: expected a known name, found 'adamm'; did you mean 'adam'"),
+        ({"fallback": LSTM()}, r"fallback: expected a hand-made optimiser, found Coordinatewise"),
+        ({"weights": {"name": "adam"}}, r"optimiser 'adam': lr: expected a value, found none"),
+        ({"capturable": True}, r"capturable: expected False, found True; .* on the host"),
+    ],
+    ids=str,
+)
+def test_a_mistaken_option_is_refused_for_all_and_for_a_group(options, message):
+    param, rule = torch.nn.Parameter(torch.ones(2)), {"weights": optimisers.SGD(0.1)}
+    with pytest.raises(UserError, match=message):
+        LearnedOptimizer([param], **(rule | options))
+    with pytest.raises(UserError, match=message):
+        LearnedOptimizer([{"params": [param], **options}], **rule)
+
+
+@pytest.mark.parametrize("options", [{}, {"fallback": "adam"}, {"state_dtype": "bfloat16"}])
+def test_an_empty_group_steps_with_the_others(options):
+    full, empty = nn.Parameter(torch.ones(3)), nn.Parameter(torch.empty(0))
+    optimizer = LearnedOptimizer([{"params": [full]}, {"params": [empty]}], "lstm", **options)
+    full.grad, empty.grad = torch.ones(3), torch.empty(0)
+    optimizer.step()
+    assert full.ne(1).all()
+
+
+def test_a_bias_in_a_group_of_its_own_moves_as_beside_its_matrix():
+    def moved(groups):
+        layer, other = seeded(nn.Linear(30, 4)), seeded(nn.Linear(4, 7))
+        before = layer.bias.detach().clone()
+        optimizer = LearnedOptimizer(groups(layer, other), "lstm")
+        for number, p in enumerate((layer.weight, layer.bias, other.weight, other.bias)):
+            p.grad = torch.linspace(-1, 1, p.numel()).to(p).view_as(p) + number
+        optimizer.step()
+        return layer.bias.detach() - before
+
+    together = moved(lambda a, b: [*a.parameters(), *b.parameters()])
+    apart = moved(lambda a, b: [{"params": [a.weight, b.weight]}, {"params": [a.bias, b.bias]}])
+    torch.testing.assert_close(apart, together)
+
+
+@pytest.mark.parametrize("key", ["maximize", "differentiable", "capturable"])
+def test_a_groups_option_that_would_change_a_step_is_refused(key):
+    with pytest.raises(UserError, match=f"LearnedOptimizer: {key}: expected False, found True"):
+        LearnedOptimizer([{"params": [nn.Parameter(torch.ones(1))], key: True}], {"name": "sgd", "lr": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": None}, "lr: expected a number, found None"),
+        ({"lr": "0.1"}, "lr: expected a number, found '0.1'"),
+        ({"weight_decay": None}, "weight_decay: expected a number, found None"),
+        ({"weights": None}, "weights: expected a name, a file, a choice or an optimiser, found None"),
+        ({"fallback": 3}, "fallback: expected a name, a choice or a hand-made optimiser, found 3"),
+    ],
+)
+def test_an_option_of_the_wrong_kind_is_refused(options, message):
+    with pytest.raises(UserError, match=f"LearnedOptimizer: {message}"):
+        LearnedOptimizer([nn.Parameter(torch.ones(1))], **{"weights": "lstm"} | options)
+
+
+def test_a_rate_of_one_number_is_taken_whatever_its_shape():
+    moved = []
+    for lr in (0.5, torch.tensor(0.5), torch.tensor([[0.5]])):
+        param = nn.Parameter(torch.ones(2))
+        param.grad = torch.ones(2)
+        LearnedOptimizer([param], {"name": "sgd", "lr": 0.1}, lr=lr).step()
+        moved.append(param.detach())
+    assert moved[0].equal(moved[1])
+    assert moved[0].equal(moved[2])
