@@ -83,16 +83,16 @@ class Optimisee(ABC):
         >>> from l2lopt.optimisee import Optimisee
         >>> class Line(Optimisee):
         ...     def init(self, seed):
-        ...         return {"slope": torch.zeros(())}, {}
+        ...         return {"weight": torch.zeros(())}, {}
         ...     def batch(self, split, seed, step):
         ...         x = torch.randn(8, generator=torch.Generator().manual_seed(1000 * seed + step))
         ...         return x, 3 * x
         ...     def loss(self, params, aux, batch):
         ...         return self.evaluate(params, aux, batch), aux
         ...     def evaluate(self, params, aux, batch):
-        ...         return (params["slope"] * batch[0] - batch[1]).square().mean()
+        ...         return (params["weight"] * batch[0] - batch[1]).square().mean()
         >>> line = Line()
-        >>> loss, _ = line.loss({"slope": torch.tensor(3.0)}, {}, line.batch("train", 0, 0))
+        >>> loss, _ = line.loss({"weight": torch.tensor(3.0)}, {}, line.batch("train", 0, 0))
         >>> loss.item()
         0.0
     """

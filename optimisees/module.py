@@ -27,16 +27,17 @@ class ModuleOptimisee(Optimisee):
     dropout layer twice or overwrite a buffer are refused.
 
     Args:
-        factory: makes a freshly initialised model, drawing from PyTorch's global generator.
+        factory: Function that makes a freshly initialised model, drawing from PyTorch's global generator.
         criterion: (outputs, targets) → mean loss.
         data: training and test samples.
         batch_size: samples a step, drawn without replacement within an epoch; an incomplete last batch is dropped.
         heldout: the share of training samples that each seed holds out of the split `inner`.
-        device: where data and parameters live.
+        device: Device of data and parameters.
         evaluation_size: samples evaluated at once.
         metrics: name → (outputs, targets) → mean over samples, in test mode.
         augment: (inputs, generator) → inputs, of training batches; None leaves them as they are.
-        evaluation_samples: how many samples of a split `whole` gives, of `train` and `test` always the same; None: all.
+        evaluation_samples: Number of a split's samples in an evaluation, always the same ones of `train` and `test`;
+            None: all.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ class Quadratic(Optimisee):
     Args:
         size: n, the number of parameters and of equations.
         dtype: "float32" or "float64".
-        device: where the tensors live.
+        device: Device of the tensors.
     """
 
     def __init__(self, size: int = 10, dtype: str = "float32", device: str = "cpu") -> None:

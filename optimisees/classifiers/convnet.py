@@ -31,7 +31,7 @@ def convnet(
     Args:
         channels: Number of channels of each stage; each halves the image, so that the digits allow three at most.
         hidden: units of the fully connected layer.
-        batch_norm: after each convolution, which then has no bias of its own.
+        batch_norm: Whether batch normalisation follows each convolution, which then has no bias.
         dataset: "digits", or images as for `images.load`: "mnist", "cifar10", "svhn", a folder.
         data: the folder that data sets lie in; by default what L2LOPT_DATA says.
         download: fetch what is missing.
@@ -39,7 +39,7 @@ def convnet(
         batch_size: samples a step; of the digits there are 1,300 to train on.
         heldout: the share of training samples held out of the inner steps of meta-training.
         dtype: Data type of data and parameters.
-        device: where they live.
+        device: Device of data and parameters.
     """
     kind = getattr(torch, dtype)
     task = source(dataset, kind, data, download, device)

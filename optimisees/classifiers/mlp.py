@@ -39,7 +39,7 @@ def mlp(
         batch_size: samples a step; of the digits there are 1,300 to train on.
         heldout: the share of training samples held out of the inner steps of meta-training.
         dtype: Data type of data and parameters.
-        device: where they live.
+        device: Device of data and parameters.
     """
     if any(size < 1 for size in hidden):
         raise UserError("mlp: hidden", expected="positive sizes", found=str(list(hidden)), remedy="change the value")

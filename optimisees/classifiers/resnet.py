@@ -111,7 +111,7 @@ def resnet(
         batch_size: samples a step.
         heldout: the share of training samples held out of the inner steps of meta-training.
         dtype: Data type of the parameters.
-        device: where data and parameters live.
+        device: Device of data and parameters.
     """
     above_0("resnet", width=width, stages=len(blocks), blocks=min(blocks, default=0))
     pictures = images.load(dataset, size, data, download)

@@ -14,11 +14,11 @@ class Sampling:
     """Indices of samples, drawn without replacement within an epoch; an incomplete last batch is dropped.
 
     Args:
-        train: how many training samples there are.
-        test: how many test samples.
+        train: Number of training samples.
+        test: Number of test samples.
         batch_size: samples a step.
         heldout: the share of training samples that each seed holds out of the split `inner`.
-        evaluation_samples: how many samples of a split an evaluation takes, of `train` and `test` always the same;
+        evaluation_samples: Number of a split's samples in an evaluation, of `train` and `test` always the same;
             None: all.
 
     Raises:

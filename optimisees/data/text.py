@@ -57,7 +57,7 @@ class Vocabulary(NamedTuple):
         """The places of what a text begins with, its last line still open.
 
         Raises:
-            UserError: as `encode`.
+            UserError: For what `encode` refuses.
         """
         return self.encode(split(f"{text}\n", self.unit)[:-1], "prompt")
 

@@ -40,7 +40,7 @@ class Scores(NamedTuple):
     """The quality of found labels beside the true ones, each number in [0, 1].
 
     Attributes:
-        f1: over all labels, as the source of the data defines it.
+        f1: F1 score over all labels, as the source of the data defines it.
         labels: label → "precision", "recall", "f1" and "support" (how many there are in truth).
     """
 

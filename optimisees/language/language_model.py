@@ -375,7 +375,7 @@ def _in_columns(text: Tensor, columns: int) -> Tensor:
 def _named(state: StackState) -> Aux:
     """A stack's state as tensors by layer and name."""
     if isinstance(state, Tensor):
-        state = (state,)  # type: ignore[assignment]
+        state = (state,)  # type: ignore[assignment]  # one state where layers have several
     if isinstance(state, tuple):
         state = [dict(zip("hc", layer, strict=False)) for layer in zip(*state, strict=True)]
     return {f"{layer}.{name}": value for layer, part in enumerate(state) for name, value in part.items()}

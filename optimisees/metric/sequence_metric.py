@@ -197,10 +197,10 @@ class SequenceMetric(Optimisee):
         it holds a batch: of 512 pairs at M = 100 some 0.3 GB.
 
         Args:
-            params: of the encoder.
+            params: Parameters of the encoder.
             inputs: [n, 9, T].
             report: progress in pairs, or in windows.
-            size: of a batch.
+            size: Number of windows in a batch.
         """
         n, done = len(inputs), 0
         with torch.no_grad():

@@ -87,8 +87,8 @@ def test_loss_and_gradients_are_those_of_the_equations(data, bidirectional):
     assert model.step_info(batch, aux).figures == {"accuracy": pytest.approx(sum(right) / len(right))}
     laws.assert_close(found, wanted, 1e-11)
     leaves = {name: value.clone().requires_grad_() for name, value in params.items()}
-    slopes = torch.autograd.grad(model.loss(leaves, {}, batch)[0], list(leaves.values()))  # by the derived passes
-    laws.assert_close(dict(zip(leaves, slopes, strict=True)), wanted, 1e-11)
+    gradients = torch.autograd.grad(model.loss(leaves, {}, batch)[0], list(leaves.values()))  # by the derived passes
+    laws.assert_close(dict(zip(leaves, gradients, strict=True)), wanted, 1e-11)
     ((whole, positions),) = model.evaluation_batches("test", 0)
     assert positions == whole["lengths"].sum() < whole["classes"].numel()
     laws.assert_close(model.evaluate(params, {}, whole), literal(model, params, whole, None))
@@ -123,9 +123,9 @@ def test_padding_reaches_nothing(make):
     for other in (poisoned, longer):
         for one in (batch, other):
             one["found"] = model.evaluate(params, {}, one), model.metrics(params, {}, one)
-            one["slopes"] = grad(lambda p, one=one: model.loss(p, {}, one)[0])(params)
+            one["gradients"] = grad(lambda p, one=one: model.loss(p, {}, one)[0])(params)
         laws.assert_same(other["found"], batch["found"])
-        laws.assert_same(other["slopes"], batch["slopes"])
+        laws.assert_same(other["gradients"], batch["gradients"])
 
 
 def test_metrics_are_those_of_the_labels():
