@@ -133,9 +133,7 @@ def train(
     console.print(f"parameters of step {result.step} of {result.steps}", highlight=False)
     for name, value in result.metrics.items():
         console.print(f"test {name}: {value:.5f}", highlight=False)
-    files = [folder / name for name in ("model.safetensors", "result.json", "mistakes.txt")]
-    figures = [folder / "figures" / f"{name}.png" for name in ("training-curve", "labelled-sequence")]
-    _left([path for path in (*files, *figures) if path.exists()])
+    _left(experiments.training_files(folder))
 
 
 @app.command()
@@ -150,7 +148,7 @@ def sample(
     """Go on with a text by a trained language model, or paint images by a trained DRAW."""
     from l2lopt.experiments import runs as experiments
 
-    if experiments.paints(run):
+    if experiments.sample_kind(run) == "images":
         _left(experiments.paint(run, count, seed))
         return
     text = experiments.sample(run, prompt, tokens=tokens, temperature=temperature, seed=seed)

@@ -90,9 +90,9 @@ class ModuleOptimisee(Optimisee):
         """Of the samples."""
         return {"samples": digest(self.data)}
 
-    def epoch(self, split: Split, seed: int, number: int) -> int:
+    def epoch_start(self, split: Split, seed: int, number: int) -> int:
         """Passes of full batches."""
-        return self.sampling.epoch(split, seed, number)
+        return self.sampling.epoch_start(split, seed, number)
 
     def loss(self, params: Params, aux: Aux, batch: Batch) -> tuple[Tensor, Aux]:
         """The criterion in training mode."""
@@ -111,11 +111,11 @@ class ModuleOptimisee(Optimisee):
         outputs = self._outputs(params, aux, batch)
         return {name: measure(outputs, batch["targets"]) for name, measure in self.measures.items()}
 
-    def whole(self, split: Split, seed: int) -> Iterator[tuple[Batch, int]]:
+    def evaluation_batches(self, split: Split, seed: int) -> Iterator[tuple[Batch, int]]:
         """The samples of the split, or `evaluation_samples` of them, `evaluation_size` at a time."""
         yield from self._whole[split] if split in self._whole else self._cut(split, seed)
 
-    def parts(self) -> ModuleParts:
+    def module_parts(self) -> ModuleParts:
         """The model with given masks, and the criterion."""
 
         def unpack(batch: Batch) -> tuple[Tensor, Tensor, Params]:

@@ -43,7 +43,7 @@ class Quadratic(Optimisee):
         residual: Tensor = matrix @ params["theta"] - target
         return residual.square().sum()
 
-    def whole(self, split: Split, seed: int) -> Iterator[tuple[Batch, int]]:
+    def evaluation_batches(self, split: Split, seed: int) -> Iterator[tuple[Batch, int]]:
         """The one problem of the run."""
         yield self.batch(split, seed, 0), 1
 

@@ -262,7 +262,7 @@ def assert_pure(make: Any) -> None:
         lambda: optimisee.loss(*arguments),
         lambda: optimisee.evaluate(*arguments),
         lambda: grad(optimisee.loss, has_aux=True)(*arguments),
-        lambda: list(optimisee.whole("heldout", 3)),
+        lambda: list(optimisee.evaluation_batches("heldout", 3)),
     ]
     first = [clone(call()) for call in calls]
     assert torch.equal(torch.get_rng_state(), random)
@@ -302,7 +302,9 @@ def assert_rows_are_separate_runs(optimisee: Optimisee) -> None:
         assert_close(losses[row], wanted)
         assert_close({name: value[row] for name, value in moved.items()}, after)
         assert_close(layout.unravel(slope[row]), grad(optimisee.loss, has_aux=True)(*arguments)[0])
-        parts = [(optimisee.evaluate(params, after, part), n) for part, n in optimisee.whole("heldout", seed)]
+        parts = [
+            (optimisee.evaluate(params, after, part), n) for part, n in optimisee.evaluation_batches("heldout", seed)
+        ]
         assert_close(whole[row], sum(value * n for value, n in parts) / sum(n for _, n in parts))
 
 
@@ -321,7 +323,7 @@ def samples(*batches: Any) -> Counter[tuple[float, ...]]:
 
 
 def whole(optimisee: Any, split: Any, seed: int) -> Counter[tuple[float, ...]]:
-    parts = list(optimisee.whole(split, seed))
+    parts = list(optimisee.evaluation_batches(split, seed))
     assert [count for _, count in parts] == [len(part["targets"]) for part, _ in parts]
     return samples(*(part for part, _ in parts))
 

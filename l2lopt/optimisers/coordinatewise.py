@@ -135,7 +135,9 @@ def coordinatewise(
         raise UserError("inputs", expected="each at most once", found=", ".join(names), remedy="drop the repeated one")
     with seeded(seed):
         built: dict[str, Any] = {
-            name: registry.build(INPUTS, "input", item) for name, item in zip(names, inputs, strict=True)
+            # "module:Input" may hold dots, which a ModuleDict refuses in a key
+            name.replace(".", "/"): registry.build(INPUTS, "input", item)
+            for name, item in zip(names, inputs, strict=True)
         }
         network = cells.build(cell, hidden_size, hidden_size)
         return Coordinatewise(built, network, registry.build(RULES, "rule", rule), head_scale)

@@ -129,79 +129,6 @@ def loss_curves(
         return _written(figure, folder, "loss-curves")
 
 
-class Example(NamedTuple):
-    """A labelled sequence of T positions.
-
-    Attributes:
-        place: where it begins.
-        classes: their names.
-        true: the class of each position.
-        found: likewise.
-        tokens: the positions' names, or None.
-        signals: [T, N], or None.
-        rate: positions a second, or None.
-    """
-
-    place: str
-    classes: list[str]
-    true: list[int]
-    found: list[int]
-    tokens: list[str] | None
-    signals: list[list[float]] | None
-    rate: float | None
-
-
-def read_labelled(path: Path) -> Example:
-    """The example of a `labels.json`.
-
-    Raises:
-        UserError: for a missing or damaged file.
-    """
-    remedy = "train again"
-    existing(path, "labels", remedy)
-    try:
-        example = Example(**json.loads(path.read_text(encoding="utf-8"))["example"])
-        if not len(example.true) == len(example.found) == len(example.tokens or example.signals or ()):
-            raise ValueError
-        return example
-    except (TypeError, ValueError, KeyError):
-        raise UserError(str(path), expected="labels", found="damage", remedy=remedy) from None
-
-
-def labelled_sequence(example: Example, folder: Path) -> list[Path]:
-    """Draws a sequence, its true classes and those that were found, one above the other over its positions.
-
-    Args:
-        example: of tokens, or of signals, which are drawn as curves.
-        folder: gets `labelled-sequence.png` and `labelled-sequence.svg`.
-    """
-    steps = np.arange(len(example.true)) / (example.rate or 1.0)
-    rows = 1 if example.signals is None else 2
-    width = 6.4 if example.tokens is None else max(6.4, 0.35 * len(example.tokens))
-    with plt.rc_context(_STYLE):
-        figure, axes = plt.subplots(
-            rows, 1, figsize=(width, 2.4 * rows + 0.8), sharex=True, squeeze=False, layout="constrained"
-        )
-        if example.signals is not None:
-            axes[0][0].plot(steps, np.array(example.signals), linewidth=0.7)
-            axes[0][0].set_ylabel("signals")
-        panel = axes[-1][0]
-        shown = sorted({*example.true, *example.found})
-        heights = {k: height for height, k in enumerate(shown)}
-        for name, own, style in (
-            ("true", example.true, {"color": _BASELINES[1], "linewidth": 5.0, "alpha": 0.6}),
-            ("found", example.found, {"color": _LEARNED[0], "linewidth": 1.4}),
-        ):
-            panel.step(steps, [heights[k] for k in own], where="mid", label=name, **style)
-        panel.set_yticks(range(len(shown)), [example.classes[k] for k in shown])
-        panel.legend(frameon=False, loc="best")
-        if example.tokens is not None:
-            panel.set_xticks(steps, [token.replace("$", r"\$") for token in example.tokens], rotation=90)
-        panel.set_xlabel("token" if example.tokens is not None else "s" if example.rate else "position")
-        figure.suptitle(example.place, fontsize=10, parse_math=False)
-        return _written(figure, folder, "labelled-sequence")
-
-
 def training_curve(
     curves: Mapping[str, tuple[np.ndarray, np.ndarray]], folder: Path, title: str = "", smoothing: int = 50
 ) -> list[Path]:
@@ -231,28 +158,6 @@ def training_curve(
         if title:
             panel.set_title(title)
         return _written(figure, folder, "training-curve")
-
-
-def neighbour_curves(curves: Mapping[str, np.ndarray], folder: Path, title: str = "") -> list[Path]:
-    """Draws A(k), the mean scaled distance to the k nearest neighbours: the mean over runs, and their range.
-
-    Args:
-        curves: label → [runs, n − 1], k from 1.
-        folder: gets `neighbour-curves.png` and `neighbour-curves.svg`.
-        title: above the panel.
-    """
-    with plt.rc_context(_STYLE):
-        figure, panel = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
-        for index, (label, runs) in enumerate(curves.items()):
-            colour, k = _LEARNED[index % len(_LEARNED)], np.arange(1, runs.shape[1] + 1)
-            panel.fill_between(k, runs.min(0), runs.max(0), color=colour, alpha=0.18, linewidth=0)
-            panel.plot(k, runs.mean(0), color=colour, linestyle=_DASHES[index % len(_DASHES)], label=label)
-        panel.set(xlabel="number of nearest neighbours k", ylabel="mean scaled distance A(k)", ylim=(0, None))
-        panel.grid(True, which="major", linewidth=0.4, alpha=0.5)
-        panel.legend(frameon=False)
-        if title:
-            panel.set_title(title)
-        return _written(figure, folder, "neighbour-curves")
 
 
 def _running_mean(values: np.ndarray, window: int) -> np.ndarray:

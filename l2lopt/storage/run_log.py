@@ -4,7 +4,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -97,21 +97,6 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Writes a JSON file by rename; a number that is not finite is null."""
     write_text(path, json.dumps(_finite(value), indent=2) + "\n")
-
-
-def write_projector(folder: Path, points: Sequence[Sequence[float]], columns: Mapping[str, Sequence[str]]) -> None:
-    """Points with labels for TensorBoard's embedding projector, in a folder where it looks for runs.
-
-    Args:
-        folder: gets `embedding.tsv`, `embedding-labels.tsv` and `projector_config.pbtxt`.
-        points: [n][size].
-        columns: name → n labels; two columns or more, one alone has no header there.
-    """
-    rows = ["\t".join(columns), *("\t".join(row) for row in zip(*columns.values(), strict=True))]
-    write_text(folder / "embedding.tsv", "".join("\t".join(f"{x:.6g}" for x in point) + "\n" for point in points))
-    write_text(folder / "embedding-labels.tsv", "".join(f"{row}\n" for row in rows))
-    paths = 'tensor_path: "embedding.tsv" metadata_path: "embedding-labels.tsv"'
-    write_text(folder / "projector_config.pbtxt", f'embeddings {{ tensor_name: "embedding" {paths} }}\n')
 
 
 def existing(path: Path, what: str, remedy: str) -> Path:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from l2lopt import cells, optimisers
+from l2lopt.core import registry
 from l2lopt.core.errors import UserError
 from l2lopt.core.types import Layout
 from l2lopt.optimisers import Optimiser
@@ -82,15 +84,21 @@ def header(path: str | Path) -> dict[str, Any]:
     return _read(find(path))[0]
 
 
-def load(path: str | Path) -> Optimiser:
+def load(path: str | Path, *, trusted: bool = False) -> Optimiser:
     """The optimiser in a file written by `save`, or of a name in `list_weights()`, built again with its φ.
 
+    Args:
+        path: File, or name of the weights.
+        trusted: Whether the file may name modules ("mypackage.mymodule:Cell") that are then imported. That runs their
+            code, so set it for your files only.
+
     Raises:
-        UserError: for a missing, damaged or foreign file, or one of another layout.
+        UserError: for a missing, damaged or foreign file, one of another layout, or one that names a module.
     """
     path = find(path)
     read, tensors = _read(path)
-    optimiser = optimisers.build(read["optimiser"])
+    with nullcontext() if trusted else registry.only_registered():
+        optimiser = optimisers.build(read["optimiser"])
     wanted = {name: tuple(value.shape) for name, value in _numbers(optimiser).items()}
     found = {name: tuple(value.shape) for name, value in tensors.items()}
     if wanted != found:

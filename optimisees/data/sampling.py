@@ -64,7 +64,7 @@ class Sampling:
             members = members[_permutation(len(members), seed_of("evaluation samples", split))[:few]]
         return members
 
-    def epoch(self, split: Split, seed: int, number: int) -> int:
+    def epoch_start(self, split: Split, seed: int, number: int) -> int:
         """The step at which pass `number` of full batches begins."""
         samples = len(self.members(split, seed))
         return number * (samples // min(self.batch_size, samples))

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from pathlib import Path
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +13,11 @@ from torch.func import functional_call
 from l2lopt.core.errors import above_0
 from l2lopt.core.registry import Choice
 from l2lopt.core.types import Aux, Batch, Params, generator, seed_of, seeded
-from l2lopt.optimisee import Optimisee, Split, StepFacts
+from l2lopt.optimisee import Optimisee, SampleRequest, SavedRun, Split, StepInfo
 from optimisees.data import images as sources
 from optimisees.data.datasets import InMemory, digest
 from optimisees.data.sampling import Sampling
+from optimisees.draw.artefacts import paint
 from optimisees.draw.network import Network, Painting, Shape, Trail
 
 _SHOWN = 16
@@ -35,7 +37,7 @@ class Counts(NamedTuple):
     encoder: int
     decoder: int
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """In a line."""
         return f"{self.total:,} parameters, {self.encoder:,} of them the encoder's cell, {self.decoder:,} the decoder's"
 
@@ -73,6 +75,9 @@ class Draw(Optimisee):
     Raises:
         UserError: for values out of range, and cells that cannot have these sizes.
     """
+
+    sample_kind: ClassVar[Literal["text", "images"] | None] = "images"
+    artefact_files: ClassVar[tuple[str, ...]] = ("figures/samples.*",)
 
     def __init__(
         self,
@@ -138,33 +143,33 @@ class Draw(Optimisee):
         """The bound's terms, "reconstruction" and "kl", nats."""
         return self.loss(params, aux, batch)[1]
 
-    def readings(self, loss: float) -> dict[str, float]:
+    def derived_metrics(self, loss: float) -> dict[str, float]:
         """The loss under its name."""
         return {"bound": loss}
 
-    def step_facts(self, batch: Batch, aux: Aux) -> StepFacts:
+    def step_info(self, batch: Batch, aux: Aux) -> StepInfo:
         """The bound and its terms, nats per image."""
         terms = {name: float(value) for name, value in aux.items()}
-        return StepFacts(1.0, len(batch["inputs"]), "images", {"bound": sum(terms.values()), **terms})
+        return StepInfo(1.0, len(batch["inputs"]), "images", {"bound": sum(terms.values()), **terms})
 
-    def epoch(self, split: Split, seed: int, number: int) -> int:
+    def epoch_start(self, split: Split, seed: int, number: int) -> int:
         """Passes of full batches."""
-        return self.sampling.epoch(split, seed, number)
+        return self.sampling.epoch_start(split, seed, number)
 
-    def whole(self, split: Split, seed: int) -> Iterator[tuple[Batch, int]]:
+    def evaluation_batches(self, split: Split, seed: int) -> Iterator[tuple[Batch, int]]:
         """The images of the split, or `evaluation_samples` of them, `evaluation_size` at a time."""
         own = seed if split in ("inner", "heldout") else 0
         for first in range(0, len(self.sampling.evaluated(split, own)), self.evaluation_size):
             yield self._piece(split, own, first)
 
-    def pictures(self, params: Params) -> dict[str, Tensor]:
+    def images(self, params: Params) -> dict[str, Tensor]:
         """Samples, and test images with their reconstructions after them."""
         images = self.data.test_inputs[: _SHOWN // 2]
         again = self.reconstruct(params, images).images[-1]
         pairs = torch.stack([self._unit(images), again], 1).flatten(0, 1)
-        return {"samples": self.sample(params, _SHOWN).images[-1], "reconstructions": pairs}
+        return {"samples": self.sample_images(params, _SHOWN).images[-1], "reconstructions": pairs}
 
-    def sample(self, params: Params, count: int, seed: int = 0) -> Painting:
+    def sample_images(self, params: Params, count: int, seed: int = 0) -> Painting:
         """Images from the prior, z_t ~ N(0, I) in every step."""
         return Painting.of(self.painted_with(params, self._noise(count, "sample", seed)))
 
@@ -173,6 +178,11 @@ class Draw(Optimisee):
         with torch.no_grad():
             noise = self._noise(len(images), "reconstruct", seed)
             return Painting.of(functional_call(self.network, params, (noise, self._unit(images))))
+
+    @classmethod
+    def sample(cls, run: SavedRun, request: SampleRequest) -> list[Path]:
+        """Images from the prior, as they come to be; see `artefacts.paint`."""
+        return paint(cls, run, request)
 
     def inpaint(self, params: Params, images: Tensor, known: Tensor, rounds: int = 30, seed: int = 0) -> Tensor:
         """Fills in pixels that nobody has seen: [rounds, n, C, B, A] in [0, 1], an image after every round.
@@ -235,9 +245,9 @@ class Draw(Optimisee):
         """Of the images."""
         return {"samples": digest(self.data)}
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """The parameters' number."""
-        return self.counts().told()
+        return self.counts().summary()
 
     def counts(self) -> Counts:
         """How many parameters there are."""

@@ -15,7 +15,7 @@ _SHOWN = 112
 """Pixels, about, of an image's longer side."""
 
 
-def growth(path: Path, images: Tensor, rectangles: Tensor | None, columns: int = 12) -> Path:
+def progress_grid(path: Path, images: Tensor, rectangles: Tensor | None, columns: int = 12) -> Path:
     """Writes a PNG with a row for each image and a column for each of up to `columns` steps, the last among them.
 
     Args:
@@ -36,7 +36,7 @@ def animation(path: Path, images: Tensor, rectangles: Tensor | None, millisecond
 
     Args:
         path: of the file.
-        images: see `growth`.
+        images: see `progress_grid`.
         rectangles: likewise.
         milliseconds: of a step.
     """

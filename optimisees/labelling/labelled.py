@@ -48,6 +48,20 @@ class Scores(NamedTuple):
     labels: Mapping[str, Mapping[str, float]]
 
 
+class Labelling(NamedTuple):
+    """Labels that a model finds in sequences.
+
+    Attributes:
+        true: True classes.
+        found: Classes that the model found.
+        scores: Worth of the found classes.
+    """
+
+    true: Classes
+    found: Classes
+    scores: Scores
+
+
 class Labelled(NamedTuple):
     """A task of sequence labelling.
 

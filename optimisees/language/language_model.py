@@ -5,7 +5,8 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from pathlib import Path
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +14,15 @@ from torch.func import functional_call
 
 from l2lopt import cells
 from l2lopt.core.errors import UserError, above_0, at_least_0
+from l2lopt.core.references import References
 from l2lopt.core.registry import Choice
 from l2lopt.core.types import Aux, Batch, Params, generator, seed_of, seeded
-from l2lopt.optimisee import Optimisee, Split, StepFacts
+from l2lopt.optimisee import Optimisee, SampleRequest, SavedRun, Split, StepInfo
 from l2lopt.sequence import Stack, StackState
 from l2lopt.sequence.masks import check_share, draw
 from optimisees.data.text import EOS, Corpus, corpus
+from optimisees.language.artefacts import VOCABULARY, continued, write_vocabulary
+from optimisees.language.references import NGrams
 
 _FED_BACK = ("highway.feedback.weight_h",)
 RECURRENT: Mapping[str, tuple[str, ...]] = {
@@ -51,7 +55,7 @@ class Counts(NamedTuple):
     recurrent: int
     gate_biases: int
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """In a line."""
         beside = f" (and {self.gate_biases:,} in gate biases)" if self.gate_biases else ""
         return f"{self.total:,} parameters, {self.recurrent:,} of them in the recurrent layers{beside}"
@@ -100,6 +104,10 @@ class LanguageModel(Optimisee):
     Raises:
         UserError: for values out of range and texts that are too short.
     """
+
+    sample_kind: ClassVar[Literal["text", "images"] | None] = "text"
+    artefact_files: ClassVar[tuple[str, ...]] = (VOCABULARY,)
+    references: ClassVar[type[References]] = NGrams
 
     def __init__(
         self,
@@ -199,7 +207,7 @@ class LanguageModel(Optimisee):
             states = _named(after)
         return total / len(batch["tokens"])
 
-    def whole(self, split: Split, seed: int) -> Iterator[tuple[Batch, int]]:
+    def evaluation_batches(self, split: Split, seed: int) -> Iterator[tuple[Batch, int]]:
         """The whole text at once, in 10 columns, `test` in 1; the few tokens that do not fill a row are left out."""
         if split not in self._whole:
             text = self._text(split)[: self.evaluation_tokens]
@@ -207,17 +215,17 @@ class LanguageModel(Optimisee):
             self._whole[split] = {"tokens": columns[:-1], "targets": columns[1:]}, columns[1:].numel()
         yield self._whole[split]
 
-    def readings(self, loss: float) -> dict[str, float]:
+    def derived_metrics(self, loss: float) -> dict[str, float]:
         """The perplexity, and of characters the bits of each."""
         bits = {"bits_per_character": loss / math.log(2)} if self.texts.vocabulary.unit == "character" else {}
         return {**bits, "perplexity": math.exp(min(loss, 700.0))}
 
-    def step_facts(self, batch: Batch, aux: Aux) -> StepFacts:
+    def step_info(self, batch: Batch, aux: Aux) -> StepInfo:
         """The window's share of a full one, its tokens, and its perplexity without regularisation."""
-        figures = self.readings(float(aux["cross_entropy"]))
-        return StepFacts(len(batch["tokens"]) / self.window, batch["tokens"].numel(), "tokens", figures)
+        figures = self.derived_metrics(float(aux["cross_entropy"]))
+        return StepInfo(len(batch["tokens"]) / self.window, batch["tokens"].numel(), "tokens", figures)
 
-    def epoch(self, split: Split, seed: int, number: int) -> int:
+    def epoch_start(self, split: Split, seed: int, number: int) -> int:
         """Passes over the text."""
         begins = self._begins.setdefault(split, [0])
         while len(begins) <= number:
@@ -228,13 +236,18 @@ class LanguageModel(Optimisee):
         """Of the texts."""
         return {"corpus": self.texts.digest()}
 
-    def files(self) -> dict[str, Any]:
+    def artefacts(self, params: Params, aux: Aux, folder: Path) -> None:
         """The vocabulary."""
-        return {"vocabulary.json": self.texts.vocabulary.facts()}
+        write_vocabulary(self.texts.vocabulary, folder)
 
-    def told(self) -> str:
+    @classmethod
+    def sample(cls, run: SavedRun, request: SampleRequest) -> str:
+        """The prompt, and the text that follows it; see `artefacts.continued`."""
+        return continued(cls, run, request)
+
+    def summary(self) -> str:
         """The parameters' number."""
-        return self.counts().told()
+        return self.counts().summary()
 
     def counts(self) -> Counts:
         """How many parameters there are."""
@@ -243,7 +256,7 @@ class LanguageModel(Optimisee):
         cells = sum(sizes.values())
         return Counts(cells + self.vocabulary_size * (self.sizes[0] + 1), cells - biases, biases)
 
-    def speak(
+    def generate(
         self, params: Params, prompt: Tensor, tokens: int, temperature: float = 1.0, seed: int = 0
     ) -> Iterator[int]:
         """Goes on after a prompt [T], a token at a time, each drawn from P^(1/temperature).
@@ -345,7 +358,7 @@ class LanguageModel(Optimisee):
         """The epoch of a step, and its number there."""
         begins = self._begins.setdefault(split, [0])
         while begins[-1] <= step:
-            self.epoch(split, 0, len(begins))
+            self.epoch_start(split, 0, len(begins))
         number = bisect_right(begins, step) - 1
         return number, step - begins[number]
 

@@ -1,7 +1,8 @@
 """Metrics of sequences learned by siamese and coupled GRUs (Compagnon et al. 2021), as an optimisee on UCI HAR."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -10,12 +11,15 @@ from torch.func import functional_call
 from l2lopt import sequence
 from l2lopt.core import registry
 from l2lopt.core.errors import UserError, above_0
+from l2lopt.core.references import References
 from l2lopt.core.registry import Choice
 from l2lopt.core.types import Aux, Batch, Params, Report, generator, seed_of, seeded, silent
-from l2lopt.optimisee import Optimisee, Split, StepFacts
+from l2lopt.optimisee import Optimisee, Split, StepInfo
 from optimisees.data import har
 from optimisees.data.datasets import data_root
 from optimisees.data.har import Windows
+from optimisees.metric.artefacts import FILES, write_embeddings
+from optimisees.metric.references import RawSignals
 from optimisees.metric.structural_loss import Distance, StructuralLoss, distance
 
 ENCODERS: Mapping[str, Choice] = {
@@ -53,6 +57,9 @@ class SequenceMetric(Optimisee):
     Raises:
         UserError: for values out of range, missing or malformed data, and a split without an activity.
     """
+
+    artefact_files: ClassVar[tuple[str, ...]] = FILES
+    references: ClassVar[type[References]] = RawSignals
 
     def __init__(
         self,
@@ -118,7 +125,7 @@ class SequenceMetric(Optimisee):
         d = self.distances(params, batch["inputs"])
         return self.structural(d, batch["targets"], aux, moving=False)[0]
 
-    def whole(self, split: Split, seed: int) -> Iterator[tuple[Batch, int]]:
+    def evaluation_batches(self, split: Split, seed: int) -> Iterator[tuple[Batch, int]]:
         """The split's windows in an order drawn once and for all, `evaluation_size` at a time."""
         if split not in self._whole:
             source = generator("whole", split)
@@ -126,10 +133,16 @@ class SequenceMetric(Optimisee):
             self._whole[split] = [(self._at(split, rows), len(rows)) for rows in order.split(self.evaluation_size)]
         yield from self._whole[split]
 
-    def step_facts(self, batch: Batch, aux: Aux) -> StepFacts:
+    def artefacts(self, params: Params, aux: Aux, folder: Path) -> None:
+        """The embeddings of the test windows, for TensorBoard's projector; none of the coupled encoder."""
+        if self.encoder == "siamese":
+            with torch.no_grad():
+                write_embeddings(self.embed(params, self.inputs("test")), self.windows("test"), folder)
+
+    def step_info(self, batch: Batch, aux: Aux) -> StepInfo:
         """The windows of a batch, and the mean distances so far."""
         figures = {f"{kind}_distance": float(aux[f"{kind}.mean"]) for kind in ("positive", "negative")}
-        return StepFacts(samples=len(batch["targets"]), unit="windows", figures=figures)
+        return StepInfo(samples=len(batch["targets"]), unit="windows", figures=figures)
 
     def windows(self, split: Split) -> Windows:
         """A split's windows, standardised.

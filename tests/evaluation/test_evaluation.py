@@ -12,15 +12,9 @@ from l2lopt import optimisers
 from l2lopt.core.errors import UserError
 from l2lopt.core.types import seed_of
 from l2lopt.evaluation import comparison
-from l2lopt.evaluation.comparison import (
-    Baseline,
-    EvaluationSettings,
-    Tuned,
-    half_decades,
-    interval,
-    record_steps,
-    run_free,
-)
+from l2lopt.evaluation.comparison import TunedRun, interval
+from l2lopt.evaluation.free_runs import record_steps, run_free
+from l2lopt.evaluation.settings import Baseline, EvaluationSettings, half_decades
 from l2lopt.experiments import cost_forecast
 from l2lopt.optimisers import SGD, Optimiser
 
@@ -91,7 +85,7 @@ def test_rates_are_the_best_of_the_grid_on_seeds_that_are_not_reported(quadratic
             for rate in (1e-3, 1e-2, 1e-1)
         }
         finite = {rate: mean if math.isfinite(mean) else math.inf for rate, mean in means.items()}
-        assert result.chosen["sgd"][horizon] == Tuned(min(finite, key=finite.get), 12)
+        assert result.chosen["sgd"][horizon] == TunedRun(min(finite, key=finite.get), 12)
     reported = {seed_of("evaluation", 5, index) for index in range(3)}
     assert not reported & set(tuning)
 
@@ -210,8 +204,8 @@ def test_a_learned_optimiser_runs_on_the_digits():
 def test_a_run_that_ends_above_its_first_training_loss_has_diverged():
     """Before its first step a network with batch norm has a test-mode loss of any size."""
     steps = {0: torch.tensor([40.0, 40.0]), 5: torch.tensor([3.0, 1.0])}
-    run = comparison.FreeRun("learned", {"train": steps, "test": steps}, torch.tensor([2.5, 2.5]), 0.0)
-    assert {row.diverged for row in comparison.compared({"rule": run}, [5]).table} == {1}
+    run = comparison.OptimiserRun("learned", {"train": steps, "test": steps}, torch.tensor([2.5, 2.5]), 0.0)
+    assert {row.diverged for row in comparison.compare({"rule": run}, [5]).table} == {1}
 
 
 @pytest.mark.parametrize(
@@ -227,4 +221,4 @@ def test_a_run_that_ends_above_its_first_training_loss_has_diverged():
     ],
 )
 def test_durations_are_said_in_whole_numbers_or_two_digits(seconds, text):
-    assert cost_forecast.said(seconds) == text
+    assert cost_forecast.format_duration(seconds) == text

@@ -71,7 +71,7 @@ def test_the_loss_is_that_of_torchs_lstm(step):
     assert bool(batch["goes_on"]) == (step > 0)
     laws.assert_close(loss, cross_entropy + 3.0 * activation + 0.7 * temporal)
     laws.assert_close(after, states | {"cross_entropy": cross_entropy})
-    facts = model.step_facts(batch, after)
+    facts = model.step_info(batch, after)
     assert facts.figures == {"perplexity": pytest.approx(math.exp(cross_entropy))}
     assert (facts.rate, facts.samples, facts.unit) == (len(batch["tokens"]) / 6, 2 * len(batch["tokens"]), "tokens")
 
@@ -81,7 +81,7 @@ def test_evaluation_carries_the_state_and_drops_nothing(monkeypatch):
     model = SMALL()
     params, _ = random_params(model)
     for split, columns, text in (("heldout", 10, TEXTS.valid), ("test", 1, TEXTS.test), ("train", 10, TEXTS.train)):
-        ((batch, samples),) = model.whole(split, 0)
+        ((batch, samples),) = model.evaluation_batches(split, 0)
         rows = len(text) // columns
         read = text[: rows * columns].view(columns, rows).T
         assert torch.equal(batch["tokens"], read[:-1])
@@ -116,7 +116,7 @@ def test_windows_follow_one_another_through_the_text(split, seed):
     model = LanguageModel(LONG, "rnn", 2, 2, 1, weight_drop=0.0, batch_size=3, window=10)
     text = LONG.train if split == "train" else LONG.valid
     rows = len(text) // 3
-    first = model.epoch(split, seed, 1)
+    first = model.epoch_start(split, seed, 1)
     batches = [model.batch(split, seed, step) for step in range(first)]
     read = text[: 3 * rows].view(3, rows).T
     assert torch.equal(torch.cat([batch["tokens"] for batch in batches]), read[:-1])
@@ -153,7 +153,7 @@ def test_lengths_have_the_recipes_distribution():
 
 def test_shifted_runs_begin_elsewhere_and_read_the_same_text():
     model = LanguageModel(LONG, "rnn", 2, 2, 1, weight_drop=0.0, batch_size=1, shifted=True)
-    epoch = range(model.epoch("train", 0, 1))
+    epoch = range(model.epoch_start("train", 0, 1))
     reads = [torch.cat([model.batch("train", seed, step)["tokens"] for step in epoch]).flatten() for seed in (1, 2)]
     assert not torch.equal(*reads)
     doubled = torch.cat([LONG.train, LONG.train]).unfold(0, 999, 1)
@@ -241,7 +241,7 @@ def test_recurrent_parameters_of_table_2(name):
 def test_gate_biases_are_counted_beside(name, biases):
     counts = from_config(name, "optimisee.cell.gate_bias=true").counts()
     assert (counts.recurrent, counts.gate_biases) == (COUNTS[name], biases)
-    assert f"{COUNTS[name]:,} of them in the recurrent layers (and {biases:,} in gate biases)" in counts.told()
+    assert f"{COUNTS[name]:,} of them in the recurrent layers (and {biases:,} in gate biases)" in counts.summary()
 
 
 def test_the_lstm_with_two_biases_has_the_parameters_of_awd():
@@ -257,15 +257,15 @@ def test_speaking_follows_the_models_probabilities():
     targets = [torch.cat([opened[1:], last]) for last in torch.arange(model.vocabulary_size).view(-1, 1, 1)]
     losses = torch.stack([model.evaluate(params, {}, {"tokens": opened, "targets": own}) for own in targets])
     chances = (-len(opened) * losses).softmax(0)  # the targets differ in the last alone
-    assert list(model.speak(params, prompt, 1, temperature=0.0)) == [int(chances.argmax())]
+    assert list(model.generate(params, prompt, 1, temperature=0.0)) == [int(chances.argmax())]
     for seed in range(20):
         drawn = torch.multinomial(chances, 1, generator=generator("sample", seed))
-        assert list(model.speak(params, prompt, 1, seed=seed)) == drawn.tolist()
+        assert list(model.generate(params, prompt, 1, seed=seed)) == drawn.tolist()
     cold = torch.multinomial((chances.log() / 0.3).softmax(0), 1, generator=generator("sample", 1))
-    assert list(model.speak(params, prompt, 1, temperature=0.3, seed=1)) == cold.tolist()
-    assert list(model.speak(params, prompt, 9, seed=4)) == list(model.speak(params, prompt, 9, seed=4))
-    greedy = list(model.speak(params, prompt, 3, temperature=0.0))
-    assert list(model.speak(params, torch.cat([prompt, torch.tensor(greedy[:2])]), 1, temperature=0.0)) == greedy[2:]
+    assert list(model.generate(params, prompt, 1, temperature=0.3, seed=1)) == cold.tolist()
+    assert list(model.generate(params, prompt, 9, seed=4)) == list(model.generate(params, prompt, 9, seed=4))
+    greedy = list(model.generate(params, prompt, 3, temperature=0.0))
+    assert list(model.generate(params, torch.cat([prompt, torch.tensor(greedy[:2])]), 1, temperature=0.0)) == greedy[2:]
 
 
 MISTAKES = [

@@ -40,7 +40,7 @@ def test_batch_norm_equals_ordinary_training():
     assert aux["2.num_batches_tracked"] == 6
     with torch.no_grad():
         wanted = nn.functional.cross_entropy(module.eval()(IMAGES.test_inputs), IMAGES.test_targets)
-    whole = [task.evaluate(params, aux, batch) * count for batch, count in task.whole("test", 3)]
+    whole = [task.evaluate(params, aux, batch) * count for batch, count in task.evaluation_batches("test", 3)]
     laws.assert_close(sum(whole) / len(IMAGES.test_inputs), wanted)
 
 

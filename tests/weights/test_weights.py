@@ -226,3 +226,12 @@ class Other(optimisers.SGD):
 
 class Squash:
     """An option without a text of its own."""
+
+
+def test_a_file_names_modules_only_where_it_is_trusted(path):
+    """A file of weights is data: nothing in it is imported or called unasked."""
+    files.save(made(cell="l2lopt.cells.lstm:LSTM"), path)
+    with pytest.raises(UserError, match=r"cell 'l2lopt\.cells\.lstm:LSTM': expected a registered name in a file of w"):
+        files.load(path)
+    loaded = files.load(path, trusted=True)
+    assert torch.equal(loaded.phi()["head.weight"], made().phi()["head.weight"])
