@@ -74,20 +74,14 @@ def meta_train(
             holds a run already.
 
     Examples:
-        >>> import torch
-        >>> from torch import nn
-        >>> import l2lopt
+        >>> import l2lopt, torch
         >>> inputs = torch.randn(200, 4)
         >>> samples = inputs, (inputs.sum(1) > 0).long()
-        >>> problem = l2lopt.make_optimisee(lambda: nn.Linear(4, 2), nn.functional.cross_entropy, samples)
+        >>> problem = l2lopt.make_optimisee(lambda: torch.nn.Linear(4, 2), torch.nn.functional.cross_entropy, samples)
         >>> changes = ["meta.updates=2", "unroll.length=5", "validation.seeds=1", "validation.horizons=[5]"]
-        >>> optimiser = {"name": "coordinatewise", "hidden_size": 4}
-        >>> run = l2lopt.meta_train(problem, "runs/mine", optimiser=optimiser, changes=changes)
+        >>> run = l2lopt.meta_train(problem, "runs/mine", optimiser={"name": "coordinatewise"}, changes=changes)
         >>> sorted(path.name for path in run.glob("o*"))
         ['optimiser.safetensors']
-        >>> run = l2lopt.meta_train(problem, run, optimiser=optimiser, changes=changes, resume=True)  # goes on
-
-        The same from a config: `l2lopt.meta_train("configs/demo.toml", "runs/demo")`.
     """
     with processes.together():
         source = from_python.source(config, optimiser, is_trained=True)
@@ -152,12 +146,10 @@ def evaluate(
             cannot be compared.
 
     Examples:
-        >>> import torch
-        >>> from torch import nn
-        >>> import l2lopt
+        >>> import l2lopt, torch
         >>> inputs = torch.randn(200, 4)
         >>> samples = inputs, (inputs.sum(1) > 0).long()
-        >>> problem = l2lopt.make_optimisee(lambda: nn.Linear(4, 2), nn.functional.cross_entropy, samples)
+        >>> problem = l2lopt.make_optimisee(lambda: torch.nn.Linear(4, 2), torch.nn.functional.cross_entropy, samples)
         >>> changes = ["meta.updates=2", "unroll.length=5", "validation.seeds=1", "validation.horizons=[5]"]
         >>> run = l2lopt.meta_train(problem, "runs/compared", changes=changes)
         >>> changes = ["evaluation.steps=5", "evaluation.horizons=[5]", "evaluation.seeds=3"]
@@ -229,12 +221,10 @@ def train(
             go on with, a folder that holds a run already, or several processes of `torchrun`.
 
     Examples:
-        >>> import torch
-        >>> from torch import nn
-        >>> import l2lopt
+        >>> import l2lopt, torch
         >>> inputs = torch.randn(200, 4)
         >>> samples = inputs, (inputs.sum(1) > 0).long()
-        >>> problem = l2lopt.make_optimisee(lambda: nn.Linear(4, 2), nn.functional.cross_entropy, samples)
+        >>> problem = l2lopt.make_optimisee(lambda: torch.nn.Linear(4, 2), torch.nn.functional.cross_entropy, samples)
         >>> result = l2lopt.train(problem, "runs/adam", optimiser="torch.optim.Adam", changes=["train.steps=30"])
         >>> result.steps
         30
@@ -381,7 +371,7 @@ def publish(run: str | Path, path: str | Path, **facts: Any) -> Path:
 
     Args:
         run: a folder that `meta_train` has left.
-        path: of the file.
+        path: Path of the file.
         facts: anything JSON can say; "seconds" are those of the meta-training, "comparisons" are tables of problems by
             their label, lines as in `evaluation.json`.
 
