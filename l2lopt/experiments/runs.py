@@ -168,8 +168,7 @@ def evaluate(
                 expected, found = f"the {key} of {folders[0]}", "another"
                 raise UserError(str(folder), expected=expected, found=found, remedy="evaluate it by itself")
     with processes.together():
-        compared_on = settings[0].model_copy(update={"mixed_with": []})
-        first = build.build(compared_on, from_python.listed(optimisee)[:1])
+        first = build.build(settings[0].model_copy(update={"mixed_with": []}), from_python.listed(optimisee)[:1])
         learned = {}
         for folder, own in zip(folders, settings, strict=True):
             names = (own.name, f"{own.name} ({folder.name})", f"{own.name} ({folder})")
@@ -234,8 +233,7 @@ def train(
     """
     processes.alone("train")
     source = from_python.source(config, optimiser)
-    loaded = configs.load(source.config, changes, kind=TrainConfig)
-    built = build.build_training(loaded, source.optimisees, source.optimiser)
+    built = build.build_training(configs.load(source.config, changes, kind=TrainConfig), *source[1:])
     settings = built.config
     folder = claim(Path(run), overwrite, resume, built.optimisee.artefact_files)
     work = settings.model_dump(mode="json", exclude={"label"}) | {"weights": _digest(settings.optimiser)}
