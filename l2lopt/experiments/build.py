@@ -72,7 +72,7 @@ class Training(NamedTuple):
 
 
 def build(config: Config, given: Sequence[Optimisee] = ()) -> Experiment:
-    """The objects a config describes; the optimisees `given` where it describes those.
+    """The objects a config describes; `given` are those that its tables with name = "python" stand for.
 
     Raises:
         UserError: for an unknown name or option, a device that is not there, or optimisees that are not the config's.
@@ -109,7 +109,7 @@ def fitting(optimiser: Optimiser, problems: Sequence[Optimisee]) -> Optimiser:
 def build_training(
     config: TrainConfig, given: Sequence[Optimisee] = (), optimiser: Optimiser | None = None
 ) -> Training:
-    """The objects a config of training describes; the optimisee and optimiser given where it describes those.
+    """The objects a config of training describes; a table with name = "python" stands for the one given.
 
     Raises:
         UserError: for an unknown name or option, one that the parameters do not allow, or a device that is not there.
@@ -167,7 +167,7 @@ def _factory(choice: Choice, seed: int) -> OptimizerFactory:
 
 
 def _of(optimiser: Optimiser) -> OptimizerFactory:
-    """A function that makes the `torch.optim.Optimizer` of one of ours."""
+    """The function that makes the `torch.optim.Optimizer` of one of ours."""
     return partial(LearnedOptimizer, weights=optimiser)
 
 

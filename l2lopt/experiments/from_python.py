@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+import optimisees
 from l2lopt import optimisers
 from l2lopt.core.errors import UserError
 from l2lopt.core.registry import Choice
@@ -97,25 +98,25 @@ def listed(given: Any) -> tuple[Optimisee, ...]:
     return found
 
 
-def matched(optimisees: Sequence[Optimisee], choices: Sequence[Choice], device: torch.device) -> list[Optimisee | None]:
+def matched(objects: Sequence[Optimisee], choices: Sequence[Choice], device: torch.device) -> list[Optimisee | None]:
     """For each of a config's choices the object that it stands for; None for one that is a name.
 
     Raises:
         UserError: if an object is missing, is not the one that the config describes, or is on another device.
     """
     wanted = [choice for choice in choices if _is_object(choice)]
-    if len(wanted) != len(optimisees):
+    if len(wanted) != len(objects):
         expected = f"{len(wanted) or 'none'} made in Python, as the config says"
         remedy = "pass them from Python: themselves to l2lopt.meta_train and train, optimisee=… to evaluate"
         remedy = remedy if wanted else "leave optimisee out, or change the config"
-        raise UserError("optimisee", expected=expected, found=str(len(optimisees) or "none"), remedy=remedy)
-    for optimisee, choice in zip(optimisees, wanted, strict=True):
+        raise UserError("optimisee", expected=expected, found=str(len(objects) or "none"), remedy=remedy)
+    for optimisee, choice in zip(objects, wanted, strict=True):
         _compare("optimisee", choice, describe(optimisee), "pass the one that the run was made with")
         if (place := _device(optimisee)) != device:
             remedy = "set device in make_optimisee, and nowhere else"
             raise UserError("device", expected=f"{place}, the optimisee's", found=str(device), remedy=remedy)
-    objects = iter(optimisees)
-    return [next(objects) if _is_object(choice) else None for choice in choices]
+    following = iter(objects)
+    return [next(following) if _is_object(choice) else None for choice in choices]
 
 
 def matched_optimiser(optimiser: Optimiser | None, choice: Choice) -> Optimiser | None:
@@ -130,6 +131,11 @@ def matched_optimiser(optimiser: Optimiser | None, choice: Choice) -> Optimiser 
         remedy = "pass that one as optimiser=…"
         raise UserError("optimiser", expected="one made in Python", found="none", remedy=remedy)
     return optimiser
+
+
+def class_of(choice: Choice) -> type[Optimisee]:
+    """The class that a choice builds; of an object, whose class a config does not know, `Optimisee`."""
+    return Optimisee if _is_object(choice) else optimisees.class_of(choice)
 
 
 def describe(optimisee: Optimisee) -> dict[str, Any]:

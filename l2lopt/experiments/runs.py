@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import optimisees
 from l2lopt import kernels
 from l2lopt.core.errors import UserError, above_0
 from l2lopt.core.registry import Choice
@@ -75,20 +74,14 @@ def meta_train(
             holds a run already.
 
     Examples:
-        >>> import torch
-        >>> from torch import nn
-        >>> import l2lopt
+        >>> import l2lopt, torch
         >>> inputs = torch.randn(200, 4)
         >>> samples = inputs, (inputs.sum(1) > 0).long()
-        >>> problem = l2lopt.make_optimisee(lambda: nn.Linear(4, 2), nn.functional.cross_entropy, samples)
+        >>> problem = l2lopt.make_optimisee(lambda: torch.nn.Linear(4, 2), torch.nn.functional.cross_entropy, samples)
         >>> changes = ["meta.updates=2", "unroll.length=5", "validation.seeds=1", "validation.horizons=[5]"]
-        >>> optimiser = {"name": "coordinatewise", "hidden_size": 4}
-        >>> run = l2lopt.meta_train(problem, "runs/mine", optimiser=optimiser, changes=changes)
+        >>> run = l2lopt.meta_train(problem, "runs/mine", optimiser={"name": "coordinatewise"}, changes=changes)
         >>> sorted(path.name for path in run.glob("o*"))
         ['optimiser.safetensors']
-        >>> run = l2lopt.meta_train(problem, run, optimiser=optimiser, changes=changes, resume=True)  # goes on
-
-        The same from a config: `l2lopt.meta_train("configs/demo.toml", "runs/demo")`.
     """
     with processes.together():
         source = from_python.source(config, optimiser, is_trained=True)
@@ -153,12 +146,10 @@ def evaluate(
             cannot be compared.
 
     Examples:
-        >>> import torch
-        >>> from torch import nn
-        >>> import l2lopt
+        >>> import l2lopt, torch
         >>> inputs = torch.randn(200, 4)
         >>> samples = inputs, (inputs.sum(1) > 0).long()
-        >>> problem = l2lopt.make_optimisee(lambda: nn.Linear(4, 2), nn.functional.cross_entropy, samples)
+        >>> problem = l2lopt.make_optimisee(lambda: torch.nn.Linear(4, 2), torch.nn.functional.cross_entropy, samples)
         >>> changes = ["meta.updates=2", "unroll.length=5", "validation.seeds=1", "validation.horizons=[5]"]
         >>> run = l2lopt.meta_train(problem, "runs/compared", changes=changes)
         >>> changes = ["evaluation.steps=5", "evaluation.horizons=[5]", "evaluation.seeds=3"]
@@ -177,8 +168,7 @@ def evaluate(
                 expected, found = f"the {key} of {folders[0]}", "another"
                 raise UserError(str(folder), expected=expected, found=found, remedy="evaluate it by itself")
     with processes.together():
-        compared_on = settings[0].model_copy(update={"mixed_with": []})
-        first = build.build(compared_on, from_python.listed(optimisee)[:1])
+        first = build.build(settings[0].model_copy(update={"mixed_with": []}), from_python.listed(optimisee)[:1])
         learned = {}
         for folder, own in zip(folders, settings, strict=True):
             names = (own.name, f"{own.name} ({folder.name})", f"{own.name} ({folder})")
@@ -230,12 +220,10 @@ def train(
             go on with, a folder that holds a run already, or several processes of `torchrun`.
 
     Examples:
-        >>> import torch
-        >>> from torch import nn
-        >>> import l2lopt
+        >>> import l2lopt, torch
         >>> inputs = torch.randn(200, 4)
         >>> samples = inputs, (inputs.sum(1) > 0).long()
-        >>> problem = l2lopt.make_optimisee(lambda: nn.Linear(4, 2), nn.functional.cross_entropy, samples)
+        >>> problem = l2lopt.make_optimisee(lambda: torch.nn.Linear(4, 2), torch.nn.functional.cross_entropy, samples)
         >>> result = l2lopt.train(problem, "runs/adam", optimiser="torch.optim.Adam", changes=["train.steps=30"])
         >>> result.steps
         30
@@ -245,8 +233,7 @@ def train(
     """
     processes.alone("train")
     source = from_python.source(config, optimiser)
-    loaded = configs.load(source.config, changes, kind=TrainConfig)
-    built = build.build_training(loaded, source.optimisees, source.optimiser)
+    built = build.build_training(configs.load(source.config, changes, kind=TrainConfig), *source[1:])
     settings = built.config
     folder = claim(Path(run), overwrite, resume, built.optimisee.artefact_files)
     work = settings.model_dump(mode="json", exclude={"label"}) | {"weights": _digest(settings.optimiser)}
@@ -326,13 +313,13 @@ def paint(run: str | Path, count: int = 8, seed: int = 0) -> list[Path]:
 def sample_kind(run: str | Path) -> Literal["text", "images"] | None:
     """The kind of samples that the trained model in a folder makes; None for another folder."""
     config = training_config(Path(run))
-    return None if config is None else optimisees.class_of(config.optimisee).sample_kind
+    return None if config is None else from_python.class_of(config.optimisee).sample_kind
 
 
 def training_files(run: str | Path) -> list[Path]:
     """The files that a finished training has left for its user: parameters, result, artefacts and figures (as PNG)."""
     folder, config = Path(run), training_config(Path(run))
-    artefacts = () if config is None else optimisees.class_of(config.optimisee).artefact_files
+    artefacts = () if config is None else from_python.class_of(config.optimisee).artefact_files
     names = ["model.safetensors", "result.json", *(name for name in artefacts if "/" not in name)]
     names += ["figures/training-curve.*", *(name for name in artefacts if "/" in name)]
     return [path for name in names for path in sorted(folder.glob(name)) if path.suffix != ".svg"]
@@ -341,7 +328,7 @@ def training_files(run: str | Path) -> list[Path]:
 def _sample(folder: Path, kind: Literal["text", "images"], request: SampleRequest) -> str | list[Path]:
     """A sample of a finished run, whose optimisee must make such samples."""
     choice, finished = saved(folder, _SAMPLED[kind])
-    made = optimisees.class_of(choice)
+    made = from_python.class_of(choice)
     if made.sample_kind != kind:
         remedy = f"give the folder of {_SAMPLED[kind]}"
         raise UserError(
@@ -366,7 +353,7 @@ def plot(*runs: str | Path) -> list[Path]:
         if config is not None or (folder / "result.json").exists():
             curves = figures.read_training(folder / "metrics.jsonl")
             paths += figures.training_curve(curves, folder / "figures", title=folder.name)
-            paths += [] if config is None else optimisees.class_of(config.optimisee).figures(folder)
+            paths += [] if config is None else from_python.class_of(config.optimisee).figures(folder)
             continue
         bands = figures.read(folder / "evaluation.csv")
         breaks = evaluation_summary(folder / "evaluation.json")["horizons"]

@@ -38,6 +38,17 @@ def warm_up_cosine(step: Tensor, warm_up: int, total: int | None) -> Tensor:
     return warm_up_then("cosine", step, warm_up, total)
 
 
+def multiplier(shape: Shape, step: int, warm_up: int, total: int | None, final: float = 0.0) -> float:
+    """`warm_up_then` for one step, as a number: what a training loop multiplies its rate by."""
+    return float(warm_up_then(shape, torch.tensor(step), warm_up, total, final))
+
+
+def set_rates(optimizer: torch.optim.Optimizer, rates: Sequence[float]) -> None:
+    """Gives every parameter group of a `torch.optim.Optimizer` its rate, in the order of the groups."""
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
 class Scheduled(Optimiser):
     """Any optimiser whose update is multiplied by a schedule: u_t = s_t · (inner update).
 

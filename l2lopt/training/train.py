@@ -126,7 +126,7 @@ def train(
         settings: Steps, splits and schedule.
         seed: The seed of initial values and batches.
         records: The recorder of the figures: the training loss of each step as stage "train", the watched split's
-            figures under the split's name, and the optimisee's pictures at every evaluation.
+            figures under the split's name, and the optimisee's images at every evaluation.
         report: The function that is told the progress.
         checkpoint: The checkpoint that training goes on from, if there is one, and that it writes; the result is the
             same to the bit.

@@ -12,8 +12,8 @@ import l2lopt
 import optimisees
 from l2lopt import optimisers
 from l2lopt.core.errors import UserError
+from l2lopt.experiments import build, from_python
 from l2lopt.experiments import config as configs
-from l2lopt.experiments import from_python
 from l2lopt.experiments.config import TrainConfig
 from optimisees import ModuleOptimisee
 from optimisees.data.datasets import InMemory
@@ -230,4 +230,4 @@ def test_another_optimiser_or_none_is_refused(tmp_path):
         work(optimiser="adamm", resume=True)
     config = configs.load(tmp_path / "run" / "config.toml", kind=TrainConfig)
     with pytest.raises(UserError, match="optimiser: expected one made in Python, found none"):
-        configs.build_training(config, [problem()])
+        build.build_training(config, [problem()])
