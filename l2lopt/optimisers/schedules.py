@@ -137,14 +137,3 @@ def check_schedule(where: str, shape: Shape, warm_up: int, total: int | None, fi
     if not 0 <= final <= 1 or (shape == "exponential" and total is not None and final == 0):
         expected = "a number in (0, 1]" if shape == "exponential" else "a number in [0, 1]"
         raise UserError(f"{where}: final", expected=expected, found=str(final), remedy="change the value")
-
-
-def multiplier(shape: Shape, step: int, warm_up: int, total: int | None, final: float = 0.0) -> float:
-    """`warm_up_then` for one step, as a number: what a training loop multiplies its rate by."""
-    return float(warm_up_then(shape, torch.tensor(step), warm_up, total, final))
-
-
-def set_rates(optimizer: torch.optim.Optimizer, rates: Sequence[float]) -> None:
-    """Gives every parameter group of a `torch.optim.Optimizer` its rate, in the order of the groups."""
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
