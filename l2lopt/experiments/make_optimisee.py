@@ -75,12 +75,8 @@ def make_optimisee(
         >>> import l2lopt
         >>> inputs = torch.randn(200, 4)
         >>> targets = (inputs.sum(1) > 0).long()
-        >>> problem = l2lopt.make_optimisee(
-        ...     lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)),
-        ...     loss=nn.functional.cross_entropy,
-        ...     train=(inputs, targets),
-        ...     batch_size=20,
-        ... )
+        >>> model = lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        >>> problem = l2lopt.make_optimisee(model, nn.functional.cross_entropy, (inputs, targets), batch_size=20)
         >>> params, aux = problem.init(seed=0)
         >>> sorted(params)
         ['0.bias', '0.weight', '2.bias', '2.weight']
@@ -109,11 +105,16 @@ def make_optimisee(
         raise
     except (RuntimeError, TypeError, ValueError, IndexError) as error:  # PyTorch's checks, or the caller's
         raise UserError(where, expected="a batch that goes through", found=str(error), remedy=remedy) from error
+    _check_loss(where, value)
+    return optimisee
+
+
+def _check_loss(where: str, value: Tensor) -> None:
+    """Refuses a loss that is not one number of the parameters."""
     if value.dim() or not value.requires_grad:
         found = f"shape {list(value.shape)}" if value.dim() else "one that does not depend on the parameters"
         remedy = 'give a loss with reduction="mean"' if value.dim() else "check that the model's outputs are used"
         raise UserError(where, expected="a mean over samples, one number", found=found, remedy=remedy)
-    return optimisee
 
 
 def _check_factory(model: Any) -> None:

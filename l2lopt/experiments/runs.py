@@ -224,8 +224,7 @@ def train(
         >>> inputs = torch.randn(200, 4)
         >>> samples = inputs, (inputs.sum(1) > 0).long()
         >>> problem = l2lopt.make_optimisee(lambda: torch.nn.Linear(4, 2), torch.nn.functional.cross_entropy, samples)
-        >>> result = l2lopt.train(problem, "runs/adam", optimiser="torch.optim.Adam", changes=["train.steps=30"])
-        >>> result.steps
+        >>> l2lopt.train(problem, "runs/adam", optimiser="torch.optim.Adam", changes=["train.steps=30"]).steps
         30
         >>> result = l2lopt.train(problem, "runs/learned", optimiser=l2lopt.load("lstm"), changes=["train.steps=30"])
         >>> bool(result.metrics["loss"] < 0.7)
@@ -243,15 +242,8 @@ def train(
     if summary := built.optimisee.summary():
         _log.info(summary)
     with closing(Records(folder, kept[0]["step"] if kept else -1)) as records, cpu_threads(settings.threads):
-        result = training.train(
-            built.optimisee,
-            built.factory,
-            settings.train,
-            seed=settings.seed,
-            records=records,
-            report=report,
-            checkpoint=checkpoint,
-        )
+        leaves: dict[str, Any] = {"records": records, "report": report, "checkpoint": checkpoint}
+        result = training.train(built.optimisee, built.factory, settings.train, seed=settings.seed, **leaves)
     facts = {
         "label": settings.name,
         "optimisee": settings.optimisee,
