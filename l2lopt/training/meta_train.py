@@ -61,7 +61,7 @@ def meta_train(
     of steps, averages those that are finite, clips the mean and hands it to Adam. An unroll that is not finite is
     counted and left out, and a new run begins in the place of its run.
 
-    Within `processes.together` the ranks share the runs of the batch, with the bits of one process. Rank 0 alone writes.
+    Within `processes.together` the ranks share the batch's runs, to the bits of one process. Rank 0 alone writes.
 
     Args:
         optimiser: The learned optimiser.
