@@ -1,7 +1,8 @@
 """Neural networks that learn to be optimisers: meta-train them, compare them, use them.
 
-`meta_train`, `evaluate`, `train`, `sample`, `reproduce`, `plot` and `demo` do what the command line does; `save` and
-`load` keep learned optimisers, `list_weights` names those that come with the package, `push` and `pull` share them, and
+`meta_train`, `evaluate`, `train`, `sample`, `reproduce`, `plot` and `demo` do what the command line does, and the first
+three also work on your own model, loss and data, of which `make_optimisee` makes an optimisee. `save` and `load` write
+and read learned optimisers, `list_weights` names those that come with the package, `push` and `pull` share them, and
 `LearnedOptimizer` puts one into any training loop.
 """
 
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from l2lopt.core.errors import UserError
     from l2lopt.experiments.comparison_study import reproduce
+    from l2lopt.experiments.make_optimisee import make_optimisee
     from l2lopt.experiments.runs import demo, evaluate, meta_train, plot, publish, sample, train
     from l2lopt.torch_optim.learned_optimizer import LearnedOptimizer
     from l2lopt.weights.files import list_weights, load, save
@@ -22,6 +24,7 @@ _HOME = {
     "evaluate": "experiments.runs",
     "list_weights": "weights.files",
     "load": "weights.files",
+    "make_optimisee": "experiments.make_optimisee",
     "meta_train": "experiments.runs",
     "paint": "experiments.runs",
     "plot": "experiments.runs",
@@ -51,6 +54,7 @@ __all__ = [
     "evaluate",
     "list_weights",
     "load",
+    "make_optimisee",
     "meta_train",
     "paint",
     "plot",

@@ -2,7 +2,9 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -10,22 +12,23 @@ from torch.func import vmap
 from torch.utils import _pytree as pytree
 
 from l2lopt.core.errors import UserError
+from l2lopt.core.references import References
 from l2lopt.core.types import Aux, Batch, Layout, Loss, ModuleLoss, ModuleParts, Params, stack
 
 Split: TypeAlias = Literal["train", "inner", "heldout", "test"]
-"""`train`: the training samples. `inner` and `heldout`: the same samples shared out anew by each seed, for
-meta-training on samples that the inner steps did not see; where the data have a validation set of their own, the
-training samples and that set. `test`: never trained on."""
+"""`train`: the training samples. `inner` and `heldout`: the same samples, divided anew by each seed, for meta-training
+on samples that the inner steps did not see; where the data have a validation set, the training samples and that set.
+`test`: never trained on."""
 
 
-class StepFacts(NamedTuple):
-    """What a training loop wants to know of a step.
+class StepInfo(NamedTuple):
+    """Facts about one training step that a training loop uses beside the loss.
 
     Attributes:
-        rate: what the optimiser's rate is multiplied by: the batch's share of a full one, where batches differ in size.
-        samples: in the batch; 0 where nobody counts them.
-        unit: what they are called.
-        figures: what is worth recording of the step beside its loss.
+        rate: Factor on the optimiser's rate: the batch's share of a full batch, where batches differ in size.
+        samples: Number of samples in the batch; 0 where nobody counts them.
+        unit: Plural noun for these samples.
+        figures: Further numbers to record for this step, by name.
     """
 
     rate: float = 1.0
@@ -34,8 +37,73 @@ class StepFacts(NamedTuple):
     figures: Mapping[str, float] = {}
 
 
+class SavedRun(NamedTuple):
+    """A finished training, as its folder holds it.
+
+    Attributes:
+        folder: The run's folder.
+        options: Options of its optimisee, without the name.
+        params: Trained parameters.
+    """
+
+    folder: Path
+    options: Mapping[str, Any]
+    params: Params
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """The sample that a user asks a trained model for.
+
+    Attributes:
+        prompt: Beginning of a text.
+        tokens: Number of tokens that follow the prompt.
+        temperature: Boldness of the draws; 0 takes the likeliest token.
+        count: Number of images.
+        seed: Seed of the draws.
+    """
+
+    prompt: str = ""
+    tokens: int = 100
+    temperature: float = 1.0
+    count: int = 8
+    seed: int = 0
+
+
 class Optimisee(ABC):
-    """What an optimiser works on. Nothing here has a hidden state: equal arguments give equal results, always."""
+    """A model with a loss and data: the problem that an optimiser works on.
+
+    Nothing here has a hidden state: equal arguments give equal results, always. `init`, `batch`, `loss` and `evaluate`
+    suffice for meta-training, evaluation and training; every other method is a hook with a default. A class that wants
+    more (samples, files beside its parameters, yardsticks in a study) overrides those hooks, and nothing outside it
+    changes.
+
+    Example:
+        >>> import torch
+        >>> from l2lopt.optimisee import Optimisee
+        >>> class Line(Optimisee):
+        ...     def init(self, seed):
+        ...         return {"weight": torch.zeros(())}, {}
+        ...     def batch(self, split, seed, step):
+        ...         x = torch.randn(8, generator=torch.Generator().manual_seed(1000 * seed + step))
+        ...         return x, 3 * x
+        ...     def loss(self, params, aux, batch):
+        ...         return self.evaluate(params, aux, batch), aux
+        ...     def evaluate(self, params, aux, batch):
+        ...         return (params["weight"] * batch[0] - batch[1]).square().mean()
+        >>> line = Line()
+        >>> loss, _ = line.loss({"weight": torch.tensor(3.0)}, {}, line.batch("train", 0, 0))
+        >>> loss.item()
+        0.0
+    """
+
+    sample_kind: ClassVar[Literal["text", "images"] | None] = None
+    """Kind of the samples that `sample` makes; None where it makes none."""
+    artefact_files: ClassVar[tuple[str, ...]] = ()
+    """Patterns, relative to a run's folder, of all files that `artefacts`, `figures` and `sample` leave there. Those of
+    an earlier run are removed where a run is overwritten."""
+    references: ClassVar[type[References]] = References
+    """The view that a study takes of such optimisees: columns, results, and yardsticks beside the trained runs."""
 
     @abstractmethod
     def init(self, seed: int) -> tuple[Params, Aux]:
@@ -53,27 +121,30 @@ class Optimisee(ABC):
     def evaluate(self, params: Params, aux: Aux, batch: Batch) -> Tensor:
         """The test-mode loss, mean nats per sample."""
 
-    @abstractmethod
-    def whole(self, split: Split, seed: int) -> Iterator[tuple[Batch, int]]:
-        """All of a split, or always the same part of it, as batches with the number of samples in each."""
+    def evaluation_batches(self, split: Split, seed: int) -> Iterator[tuple[Batch, int]]:
+        """Batches that make up a split, or always the same part of it, each with its number of samples.
+
+        By default the batch of step 0, counted as one sample.
+        """
+        yield self.batch(split, seed, 0), 1
 
     def metrics(self, params: Params, aux: Aux, batch: Batch) -> dict[str, Tensor]:
-        """What else is worth knowing in test mode, such as the accuracy, each a mean over samples; none by default."""
+        """Further numbers in test mode, such as the accuracy, each a mean over samples; none by default."""
         return {}
 
-    def readings(self, loss: float) -> dict[str, float]:
-        """What the field reads off a mean test-mode loss, such as the perplexity; nothing by default."""
+    def derived_metrics(self, loss: float) -> dict[str, float]:
+        """Functions of the mean test-mode loss that the field reports, such as the perplexity; none by default."""
         return {}
 
-    def pictures(self, params: Params) -> dict[str, Tensor]:
-        """What to look at in training, name → images [n, channels, height, width] in [0, 1]; nothing by default."""
+    def images(self, params: Params) -> dict[str, Tensor]:
+        """Images to record while training goes on, name → [n, channels, height, width] in [0, 1]; none by default."""
         return {}
 
-    def step_facts(self, batch: Batch, aux: Aux) -> StepFacts:
-        """Of a training step on `batch` that left `aux`."""
-        return StepFacts()
+    def step_info(self, batch: Batch, aux: Aux) -> StepInfo:
+        """Facts about a training step on `batch` that left `aux`; by default a step of full size."""
+        return StepInfo()
 
-    def epoch(self, split: Split, seed: int, number: int) -> int:
+    def epoch_start(self, split: Split, seed: int, number: int) -> int:
         """The step at which pass `number` = 0, 1, … over the split begins.
 
         Raises:
@@ -83,20 +154,48 @@ class Optimisee(ABC):
         raise UserError("epochs", expected="an optimisee with epochs", found=found, remedy=remedy)
 
     def fingerprint(self) -> dict[str, str]:
-        """What tells its data from others, name → digest; a run goes on with the same alone; none by default."""
+        """Digests that tell its data from others, by name; a run resumes with equal ones only. None by default."""
         return {}
 
-    def files(self) -> dict[str, Any]:
-        """What its parameters cannot be used without, such as a vocabulary: a file's name → JSON; none by default."""
-        return {}
-
-    def told(self) -> str:
-        """A line on its size, said before it is trained; empty by default."""
+    def summary(self) -> str:
+        """A line on its size, logged before training; empty by default."""
         return ""
 
-    def parts(self) -> ModuleParts | None:
-        """What `loss` is made of if it is a criterion on one module's outputs; None unless the optimisee says so."""
+    def module_parts(self) -> ModuleParts | None:
+        """The module and the criterion that `loss` consists of, if it does; None by default."""
         return None
+
+    def artefacts(self, params: Params, aux: Aux, folder: Path) -> None:  # noqa: B027  nothing is the hook's default
+        """Writes files that belong beside trained parameters, such as a vocabulary; none by default.
+
+        Args:
+            params: Trained parameters.
+            aux: State of the loss after training.
+            folder: Folder of the run, which has `model.safetensors` and `result.json` already.
+        """
+
+    @classmethod
+    def figures(cls, folder: Path) -> list[Path]:
+        """Draws figures from the files that `artefacts` left in a run's folder, and gives their paths.
+
+        It needs neither the data nor an instance, so that figures can be drawn anew anywhere. None by default.
+
+        Raises:
+            UserError: for a damaged file.
+        """
+        return []
+
+    @classmethod
+    def sample(cls, run: SavedRun, request: SampleRequest) -> str | list[Path]:
+        """A sample of a trained model: a text, or the paths of images written into the run's folder.
+
+        It needs no data: the class builds what it samples from out of the run. `sample_kind` says which kind it gives.
+
+        Raises:
+            UserError: for a request that cannot be met; always, by default.
+        """
+        remedy = "sample a trained language model or image model"
+        raise UserError(str(run.folder), expected="a model that can be sampled", found=cls.__name__, remedy=remedy)
 
 
 def flat_loss(optimisee: Optimisee, layout: Layout) -> Loss:
@@ -111,7 +210,7 @@ def flat_loss(optimisee: Optimisee, layout: Layout) -> Loss:
     def either(params: Tensor, aux: Aux, batch: Batch) -> tuple[Tensor, Aux]:
         return over_rows(loss)(params, aux, batch) if params.dim() == 2 else loss(params, aux, batch)
 
-    parts = optimisee.parts()
+    parts = optimisee.module_parts()
     return either if parts is None else ModuleLoss(either, layout, parts)
 
 
@@ -152,7 +251,7 @@ def evaluate_rows(
 
     with torch.no_grad():
         total, samples = params.new_zeros(len(seeds)), 0
-        for parts in zip(*(optimisee.whole(split, seed) for seed in seeds), strict=True):
+        for parts in zip(*(optimisee.evaluation_batches(split, seed) for seed in seeds), strict=True):
             (first, count), *others = parts
             if all(batch is first for batch, _ in others):  # one data set for all: no copy per row
                 total += count * over_rows(lambda row, aux, batch=first: loss(row, aux, batch))(params, aux)
@@ -167,9 +266,9 @@ def measure(optimisee: Optimisee, split: Split, seed: int, params: Params, aux: 
     totals: dict[str, float] = {}
     samples = 0
     with torch.no_grad():
-        for batch, count in optimisee.whole(split, seed):
+        for batch, count in optimisee.evaluation_batches(split, seed):
             found = {"loss": optimisee.evaluate(params, aux, batch), **optimisee.metrics(params, aux, batch)}
             totals |= {name: totals.get(name, 0.0) + count * float(value) for name, value in found.items()}
             samples += count
     means = {name: total / samples for name, total in totals.items()}
-    return means | optimisee.readings(means["loss"])
+    return means | optimisee.derived_metrics(means["loss"])

@@ -27,16 +27,17 @@ class ModuleOptimisee(Optimisee):
     dropout layer twice or overwrite a buffer are refused.
 
     Args:
-        factory: makes a freshly initialised model, drawing from PyTorch's global generator.
+        factory: Function that makes a freshly initialised model, drawing from PyTorch's global generator.
         criterion: (outputs, targets) → mean loss.
         data: training and test samples.
         batch_size: samples a step, drawn without replacement within an epoch; an incomplete last batch is dropped.
         heldout: the share of training samples that each seed holds out of the split `inner`.
-        device: where data and parameters live.
+        device: Device of data and parameters.
         evaluation_size: samples evaluated at once.
         metrics: name → (outputs, targets) → mean over samples, in test mode.
         augment: (inputs, generator) → inputs, of training batches; None leaves them as they are.
-        evaluation_samples: how many samples of a split `whole` gives, of `train` and `test` always the same; None: all.
+        evaluation_samples: Number of a split's samples in an evaluation, always the same ones of `train` and `test`;
+            None: all.
     """
 
     def __init__(
@@ -87,12 +88,12 @@ class ModuleOptimisee(Optimisee):
         return {"inputs": inputs, "targets": targets, "masks": masks}
 
     def fingerprint(self) -> dict[str, str]:
-        """Of the samples."""
+        """The digest of the samples."""
         return {"samples": digest(self.data)}
 
-    def epoch(self, split: Split, seed: int, number: int) -> int:
+    def epoch_start(self, split: Split, seed: int, number: int) -> int:
         """Passes of full batches."""
-        return self.sampling.epoch(split, seed, number)
+        return self.sampling.epoch_start(split, seed, number)
 
     def loss(self, params: Params, aux: Aux, batch: Batch) -> tuple[Tensor, Aux]:
         """The criterion in training mode."""
@@ -111,11 +112,11 @@ class ModuleOptimisee(Optimisee):
         outputs = self._outputs(params, aux, batch)
         return {name: measure(outputs, batch["targets"]) for name, measure in self.measures.items()}
 
-    def whole(self, split: Split, seed: int) -> Iterator[tuple[Batch, int]]:
+    def evaluation_batches(self, split: Split, seed: int) -> Iterator[tuple[Batch, int]]:
         """The samples of the split, or `evaluation_samples` of them, `evaluation_size` at a time."""
         yield from self._whole[split] if split in self._whole else self._cut(split, seed)
 
-    def parts(self) -> ModuleParts:
+    def module_parts(self) -> ModuleParts:
         """The model with given masks, and the criterion."""
 
         def unpack(batch: Batch) -> tuple[Tensor, Tensor, Params]:

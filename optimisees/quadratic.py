@@ -16,7 +16,7 @@ class Quadratic(Optimisee):
     Args:
         size: n, the number of parameters and of equations.
         dtype: "float32" or "float64".
-        device: where the tensors live.
+        device: Device of the tensors.
     """
 
     def __init__(self, size: int = 10, dtype: str = "float32", device: str = "cpu") -> None:
@@ -43,7 +43,7 @@ class Quadratic(Optimisee):
         residual: Tensor = matrix @ params["theta"] - target
         return residual.square().sum()
 
-    def whole(self, split: Split, seed: int) -> Iterator[tuple[Batch, int]]:
+    def evaluation_batches(self, split: Split, seed: int) -> Iterator[tuple[Batch, int]]:
         """The one problem of the run."""
         yield self.batch(split, seed, 0), 1
 

@@ -145,6 +145,7 @@ OPTIMISERS = {
     "adam": partial(optimisers.adam, 0.01),
     "adamw": partial(optimisers.AdamW, 0.01, weight_decay=0.1, warm_up=2, total=6),
     "normalised-adam": partial(optimisers.NormalisedAdam, 0.05, horizon=3.0),
+    "scheduled": partial(optimisers.scheduled, "momentum", "linear", warm_up=2, total=6, final=0.2, lr=0.05),
     "coordinatewise additive": partial(learned, "additive"),
     "coordinatewise bounded": partial(learned, "bounded"),
     "coordinatewise gated": partial(learned, {"name": "gated", "forget_bias": 2.0, "input_bias": -1.0}),

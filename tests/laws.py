@@ -250,8 +250,8 @@ def assert_update_is_a_function_of_phi(optimiser: Any, other: Any) -> None:
     assert_close(rolled(optimiser.phi()), own)
     assert_close(rolled(other.phi()), others)
     assert (own - others).abs().max() > 1e-6 or not optimiser.phi()
-    slope = grad(lambda phi: (rolled(phi) * normal(7, seed=2)).sum())(optimiser.phi())
-    assert all(piece.isfinite().all() and piece.ne(0).any() for piece in slope.values())
+    derivative = grad(lambda phi: (rolled(phi) * normal(7, seed=2)).sum())(optimiser.phi())
+    assert all(piece.isfinite().all() and piece.ne(0).any() for piece in derivative.values())
 
 
 # Optimisees
@@ -281,7 +281,7 @@ def assert_pure(make: Any) -> None:
         lambda: optimisee.loss(*arguments),
         lambda: optimisee.evaluate(*arguments),
         lambda: grad(optimisee.loss, has_aux=True)(*arguments),
-        lambda: list(optimisee.whole("heldout", 3)),
+        lambda: list(optimisee.evaluation_batches("heldout", 3)),
     ]
     first = [clone(call()) for call in calls]
     assert torch.equal(torch.get_rng_state(), random)
@@ -312,7 +312,7 @@ def assert_rows_are_separate_runs(optimisee: Optimisee) -> None:
         losses, moved = loss(theta, aux, batch)
         return losses.sum(), (losses, moved)
 
-    slope, (losses, moved) = grad(summed, has_aux=True)(theta)
+    derivative, (losses, moved) = grad(summed, has_aux=True)(theta)
     whole = evaluate_rows(optimisee, layout, "heldout", seeds, theta, moved)
     for row, seed in enumerate(seeds):
         params, start = optimisee.init(seed)
@@ -320,8 +320,10 @@ def assert_rows_are_separate_runs(optimisee: Optimisee) -> None:
         wanted, after = optimisee.loss(*arguments)
         assert_close(losses[row], wanted)
         assert_close({name: value[row] for name, value in moved.items()}, after)
-        assert_close(layout.unravel(slope[row]), grad(optimisee.loss, has_aux=True)(*arguments)[0])
-        parts = [(optimisee.evaluate(params, after, part), n) for part, n in optimisee.whole("heldout", seed)]
+        assert_close(layout.unravel(derivative[row]), grad(optimisee.loss, has_aux=True)(*arguments)[0])
+        parts = [
+            (optimisee.evaluate(params, after, part), n) for part, n in optimisee.evaluation_batches("heldout", seed)
+        ]
         assert_close(whole[row], sum(value * n for value, n in parts) / sum(n for _, n in parts))
 
 
@@ -340,7 +342,7 @@ def samples(*batches: Any) -> Counter[tuple[float, ...]]:
 
 
 def whole(optimisee: Any, split: Any, seed: int) -> Counter[tuple[float, ...]]:
-    parts = list(optimisee.whole(split, seed))
+    parts = list(optimisee.evaluation_batches(split, seed))
     assert [count for _, count in parts] == [len(part["targets"]) for part, _ in parts]
     return samples(*(part for part, _ in parts))
 
@@ -480,7 +482,7 @@ def assert_divergence_is_data(unroll: Any, problem: Problem, bad: float) -> None
 
 
 def assert_finite_differences_agree(unroll: Any, problem: Problem, directions: int = 3) -> None:
-    """The slope of the value along random directions of φ (an unroll of second order drops nothing)."""
+    """The derivative of the value along random directions of φ (an unroll of second order drops nothing)."""
     gradient, h = run(unroll, problem).gradient, 1e-5
     for seed in range(directions):
         along = {name: normal(*value.shape, seed=seed) for name, value in problem.phi.items()}
@@ -489,5 +491,5 @@ def assert_finite_differences_agree(unroll: Any, problem: Problem, directions: i
             phi = {name: phi + step * along[name] for name, phi in problem.phi.items()}
             return run(unroll, problem._replace(phi=phi)).value.item()
 
-        slope = sum((gradient[name] * along[name]).sum().item() for name in along)
-        assert (value(h) - value(-h)) / (2 * h) == pytest.approx(slope, rel=1e-6)
+        derivative = sum((gradient[name] * along[name]).sum().item() for name in along)
+        assert (value(h) - value(-h)) / (2 * h) == pytest.approx(derivative, rel=1e-6)

@@ -92,6 +92,27 @@ def talkers(sources):
     return found
 
 
+def too_long(sources):
+    """Modules above 400 lines and functions above 80, docstrings included: what cannot be read at one sitting."""
+    found = [
+        f"{module}: {source.count(chr(10))} lines" for module, source in sources.items() if source.count("\n") > 400
+    ]
+    for module, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= 80:
+                found.append(f"{module}.{node.name}: {node.end_lineno - node.lineno + 1} lines")
+    return found
+
+
+def test_modules_and_functions_are_short():
+    assert too_long(sources()) == []
+
+
+def test_checker_finds_what_is_long():
+    body = "def f():\n" + "    x = 1\n" * 80
+    assert too_long({"a": body, "b": "x = 1\n" * 401}) == ["b: 401 lines", "a.f: 81 lines"]
+
+
 def test_modules_import_lower_floors_only():
     assert violations(sources()) == []
 

@@ -1,6 +1,6 @@
 """Recurrent cells, a file per family. `make(name, input_size, hidden_size, **options)` builds one by name.
 
-The equations, the counts of parameters and what the papers print otherwise: `README.md` beside this file.
+`README.md` beside this file has the equations, the numbers of parameters, and the places where we differ from a paper.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from l2lopt.cells.coupled_gru import CoupledGRU
 from l2lopt.cells.fastgrnn import FastGRNN, FastGRNNCore
 from l2lopt.cells.gru import GRU, GRUCore
 from l2lopt.cells.highway import Core, ihc, irc
-from l2lopt.cells.initial_values import authors
+from l2lopt.cells.initial_values import init_as_published
 from l2lopt.cells.lstm import LSTM, LSTMCore
 from l2lopt.cells.rnn import RNN
 from l2lopt.cells.sru import SRU, SRUCore
@@ -22,7 +22,7 @@ from l2lopt.core.registry import Choice
 
 
 def stacked(input_size: int, hidden_size: int, cell: Choice = "lstm", layers: int = 2) -> Stacked:
-    """`layers` cells of one choice on top of one another, each of `hidden_size`."""
+    """`layers` cells of one choice on top of one another, each with `hidden_size` features."""
     sizes = [input_size, *[hidden_size] * layers]
     return Stacked([build(cell, n, hidden_size) for n in sizes[:layers]])
 
@@ -45,20 +45,39 @@ CELLS: dict[str, Callable[..., Cell]] = {
     **{f"ihc-{name}": ihc(f"ihc-{name}", core) for name, core in CORES.items()},
     "stacked": stacked,
 }
-"""Whatever takes any number of columns that do not see each other."""
+"""Cells that treat every column independently."""
 PAIR_CELLS: dict[str, Callable[..., Cell]] = {"coupled-gru": CoupledGRU}
-"""Those whose columns come in pairs, x [N, 2, ...]: no cells of an optimiser, whose coordinates do not."""
+"""Cells over pairs of columns, x [N, 2, ...]; they cannot serve as optimiser cells, whose coordinates come alone."""
 
 
 def make(name: str, input_size: int, hidden_size: int, **options: Any) -> Cell:
-    """The cell called `name`; an unknown name or option is a `UserError` that lists the known ones."""
+    """Builds the cell called `name`.
+
+    Example:
+        >>> import torch
+        >>> from l2lopt import cells
+        >>> cell = cells.make("lstm", input_size=3, hidden_size=5)
+        >>> x = torch.randn(3, 7)                         # features first, then any number of columns
+        >>> output, state = cell(x, cell.initial_state(x))
+        >>> output.shape
+        torch.Size([5, 7])
+
+    Args:
+        name: Name in `CELLS` or `PAIR_CELLS`.
+        input_size: N, features of the input.
+        hidden_size: M, features of the output.
+        options: Options of that cell, such as `biases="two"` for an LSTM.
+
+    Raises:
+        UserError: For an unknown name or option; it lists the known ones.
+    """
     table = CELLS | PAIR_CELLS
     cell: Cell = registry.make(table, "cell", name, input_size=input_size, hidden_size=hidden_size, **options)
     return cell
 
 
 def build(choice: Choice, input_size: int, hidden_size: int) -> Cell:
-    """The cell of a choice: a name in `CELLS`, or a mapping of name and options."""
+    """Builds the cell of a choice: a name in `CELLS`, or a mapping of its name and options."""
     cell: Cell = registry.build(CELLS, "cell", choice, input_size=input_size, hidden_size=hidden_size)
     return cell
 
@@ -76,8 +95,8 @@ __all__ = [
     "CoupledGRU",
     "FastGRNN",
     "Stacked",
-    "authors",
     "build",
+    "init_as_published",
     "make",
     "stacked",
 ]

@@ -16,13 +16,25 @@ CellState: TypeAlias = dict[str, Tensor]
 class Cell(nn.Module, ABC):
     """One time step of a recurrent network, the same function for every column.
 
-    Features lie on the first axis; whatever follows (batch, coordinates) is left as it is, and no column sees another.
+    Features lie on the first axis; the axes that follow (batch, coordinates) keep their shape, and every column is
+    computed independently of the others.
+
+    A new cell is a subclass with a `forward`, and one line in `cells.CELLS`: tests, layers, language models and learned
+    optimisers then take it by its name. Hand-derived passes and fused steps are optional.
 
     Args:
         input_size: N, features of the input.
         hidden_size: M, features of the output.
-        state: name → size of what the cell remembers.
+        state: name → size of each part of the state.
     """
+
+    @property
+    def recurrent_weights(self) -> tuple[str, ...]:
+        """Names of the parameters that act on the state: those that weight drop masks in a language model.
+
+        A cell names its own in the class, `recurrent_weights = ("weight_h",)`; none by default.
+        """
+        return ()
 
     def __init__(self, input_size: int, hidden_size: int, state: Mapping[str, int]) -> None:
         super().__init__()
@@ -33,16 +45,30 @@ class Cell(nn.Module, ABC):
         self.state_sizes = dict(state)
 
     def initial_state(self, x: Tensor) -> CellState:
-        """The state before the first step, zero, for columns like those of x [N, ...]."""
+        """The state before the first step: zeros, with the columns, dtype and device of x [N, ...]."""
         self.check(x)
         return {name: zeros(size, x) for name, size in self.state_sizes.items()}
 
     @abstractmethod
     def forward(self, x: Tensor, state: CellState) -> tuple[Tensor, CellState]:
-        """One time step: x [N, ...] and the state to the output [M, ...] and the next state; neither is changed."""
+        """One time step, without side effects.
+
+        Args:
+            x: Input, [N, ...].
+            state: State before the step, name → [size, ...].
+
+        Returns:
+            The output [M, ...] and the state after the step.
+
+        Raises:
+            UserError: For shapes that do not fit.
+        """
 
     def check(self, x: Tensor, state: CellState | None = None) -> None:
-        """Refuses an x that is not [N, ...] and a state whose columns are not those of x: it looks at shapes alone."""
+        """Refuses an x that is not [N, ...], and a state whose columns are not those of x.
+
+        Only shapes are compared, so the check costs no device synchronisation and works under `vmap` and tracing.
+        """
         if not x.dim() or x.shape[0] != self.input_size:
             found, remedy = f"shape {tuple(x.shape)}", "put the features first: x.movedim(-1, 0) if they are last"
             raise UserError("cell: x", expected=f"{self.input_size} features on axis 0", found=found, remedy=remedy)
@@ -67,7 +93,8 @@ def same_size(name: str, input_size: int, hidden_size: int) -> None:
 
 
 def affine(bias: Tensor | None, *products: tuple[Tensor, Tensor]) -> Tensor:
-    """Σ W x (+ b) over pairs of W [M, N] and x [N, ...]: [M, ...], each product added to the same sum."""
+    """Σ W x (+ b) over pairs of W [M, N] and x [N, ...]: [M, ...]."""
+    # `addmm` adds each product to the sum within the BLAS call, which saves a pass over [M, columns] per product.
     shape = products[0][1].shape[1:]
     total = None if bias is None else bias[:, None]
     for weight, x in products:
@@ -78,12 +105,12 @@ def affine(bias: Tensor | None, *products: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def column(vector: Tensor, x: Tensor) -> Tensor:
-    """`vector` [M] as [M, 1, ...], to meet x [M, ...]."""
+    """`vector` [M] as [M, 1, ...], which broadcasts against x [M, ...]."""
     return vector.reshape(-1, *(1,) * (x.dim() - 1))
 
 
 def shifted(x: Tensor, bias: Tensor | None) -> Tensor:
-    """The sum of x [M, ...] and a bias [M], if there is one."""
+    """The sum of x [M, ...] and a bias [M]; x itself without a bias."""
     return x if bias is None else x + column(bias, x)
 
 

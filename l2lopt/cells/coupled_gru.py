@@ -16,7 +16,7 @@ class CoupledGRU(Cell):
 
     For each side r, z = σ(W x + b + U h + b_h) and h̃ = tanh(W_n x + b_n + r∘(U_n h + b_hn)); together
     c = σ(U_c (h^L + h^R) + 2 b_c), h̄^L = (1−c)∘h̃^L + c∘h̃^R and the mirror for R; h' = z∘h + (1−z)∘h̄.
-    b_c enters twice, once from each side. Exchanged sides give exchanged outputs, equal sides equal ones.
+    b_c is added twice, once with each side. Exchanged sides give exchanged outputs, equal sides equal ones.
 
     `weight_x` is W [3M, N] and `bias` is b [3M], the rows in PyTorch's order r, z, n; `weight_h` is U [4M, M] and
     `bias_h` [4M], the rows r, z, n, c. 3MN + 4M² + 7M numbers, 3(MN + M² + 2M) uncoupled. Initial values U(±1/√M).
@@ -24,8 +24,11 @@ class CoupledGRU(Cell):
     Args:
         input_size: N.
         hidden_size: M.
-        coupled: else c = 0, the siamese form, which is `torch.nn.GRUCell` on each side.
+        coupled: Whether the sides exchange their candidates; without it c = 0, the siamese form, which is
+            `torch.nn.GRUCell` on each side.
     """
+
+    recurrent_weights = ("weight_h",)
 
     def __init__(self, input_size: int, hidden_size: int, coupled: bool = True) -> None:
         super().__init__(input_size, hidden_size, {"h": hidden_size})
@@ -36,7 +39,7 @@ class CoupledGRU(Cell):
         self.bias_h = uniform(hidden_size, rows * hidden_size)
 
     def check(self, x: Tensor, state: CellState | None = None) -> None:
-        """Refuses what is not a pair, too."""
+        """Refuses whatever `Cell.check` refuses, and an x without the axis of the two sides."""
         super().check(x, state)
         if x.dim() < 2 or x.shape[1] != 2:
             remedy = "stack left and right on axis 1: torch.stack((left, right), 1)"

@@ -15,16 +15,22 @@ class GRU(Cell):
     `weight_x` is W [3M, N], `weight_h` is U [3M, M], `bias` is b [3M], the rows in PyTorch's order r, i, a.
     3(MN + M² + M) numbers, 3M fewer without bias and 3M more with two. Initial values U(±1/√M).
 
-    Others write it otherwise: `torch.nn.GRUCell` is kept, after, two. Table I, PyTorch and the seeds differ in:
+    Publications disagree on three points, so each is an option. `torch.nn.GRUCell` is update="kept", reset="after",
+    biases="two".
 
     Args:
         input_size: N.
         hidden_size: M.
-        update: what i is a share of: the new state, as above, or the kept one: h' = i∘h + (1−i)∘a.
-        reset: r acts before the matrix product, as above, or after it: a = tanh(W_A x + b_A + r∘(U_A h)).
-        biases: none, one, or a second, `bias_h` [3M], beside each product with U (and so inside r∘ with reset after).
-        gate_bias: an extra trainable bias on i, from −1 if i is the share of the new state, from +1 if of the kept.
+        update: Meaning of i: "new", the weight of the candidate, as above; "kept", the weight of the old state,
+            h' = i∘h + (1−i)∘a.
+        reset: Place of r: "before" the matrix product, as above; "after" it, a = tanh(W_A x + b_A + r∘(U_A h)).
+        biases: "none"; "one", b; "two", with a second, `bias_h` [3M], added to each product with U (and therefore
+            multiplied by r where reset="after").
+        gate_bias: An extra trainable bias on i that starts on the side of the old state: at −1 for update="new", at +1
+            for "kept".
     """
+
+    recurrent_weights = ("weight_h",)
 
     def __init__(
         self,

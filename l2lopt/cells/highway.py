@@ -1,7 +1,7 @@
 """Simplified cells: a highway makes v from x and h, a core makes the next state from v and x (Kuo et al., IJCNN 2020).
 
-The gates of these cells see v alone, and the candidate a = W_A x sees the raw x: the memory must receive something
-unlike itself. Any core goes with any highway; `irc` and `ihc` put them together.
+The gates are functions of v alone, and the candidate a = W_A x is a function of x alone: a candidate computed from v
+would feed the memory with itself. Any core goes with any highway; `irc` and `ihc` put them together.
 """
 
 from abc import ABC, abstractmethod
@@ -15,14 +15,14 @@ from l2lopt.cells.cell import Cell, CellState, affine, column, constant, same_si
 
 
 class Core(nn.Module, ABC):
-    """What is done with v and x: the gates σ(W v), the candidate W_A x and the next state.
+    """The second half of a simplified cell: the gates σ(W v), the candidate W_A x and the next state.
 
     `weight_v` is W [gates·M, N], the gate of `gate_bias` first, and `weight_x` is W_A [M, N]: (gates + 1)·MN numbers.
 
     Args:
         input_size: N.
         hidden_size: M.
-        gate_bias: an extra trainable bias [M] on the first gate, starting at `bias_start`.
+        gate_bias: Whether the first gate has an extra trainable bias [M], which starts at `bias_start`.
     """
 
     gates: ClassVar[int]
@@ -44,7 +44,13 @@ class Core(nn.Module, ABC):
 
 
 class Feedback(nn.Module):
-    """What comes back of h, in x's size: U_V h, or ω_V∘h with ω_V = tanh(raw). NM numbers, or N."""
+    """F(h), the previous output in the size of x: U_V h (NM numbers), or ω_V∘h with ω_V = tanh(raw) (N numbers).
+
+    Args:
+        input_size: N.
+        hidden_size: M.
+        diagonal: Whether F(h) is ω_V∘h; otherwise it is U_V h.
+    """
 
     def __init__(self, input_size: int, hidden_size: int, diagonal: bool) -> None:
         super().__init__()
@@ -64,8 +70,10 @@ class Residual(nn.Module):
     Args:
         input_size: N.
         hidden_size: M.
-        diagonal: whether F(h) is ω_V∘h, else it is U_V h.
+        diagonal: Whether F(h) is ω_V∘h; otherwise it is U_V h.
     """
+
+    recurrent_weights: ClassVar[tuple[str, ...]] = ("feedback.weight_h",)
 
     def __init__(self, input_size: int, hidden_size: int, diagonal: bool) -> None:
         super().__init__()
@@ -87,10 +95,13 @@ class Highway(nn.Module):
     Args:
         input_size: N.
         hidden_size: M.
-        diagonal: whether F(h) is ω_V∘h, else it is U_V h.
-        gate_input: with W_G and b_G; the authors' released language model has neither.
-        gamma_on: Γ acts on h (eq. 53), or on F(h) as an [N, N], the reading that gives the paper's count for DRAW.
+        diagonal: Whether F(h) is ω_V∘h; otherwise it is U_V h.
+        gate_input: Whether g has the terms W_G x and b_G; the authors' released language model has neither.
+        gamma_on: Argument of Γ: "h" (eq. 53), or "uvh", F(h) with Γ [N, N], the reading that gives the paper's number
+            of parameters for DRAW.
     """
+
+    recurrent_weights: ClassVar[tuple[str, ...]] = ("gamma", "feedback.weight_h")
 
     def __init__(
         self,
@@ -126,6 +137,11 @@ class Simplified(Cell):
         highway: (x, h) → v.
         core: (v, x, state) → (output, state).
     """
+
+    @property
+    def recurrent_weights(self) -> tuple[str, ...]:
+        """The highway's: everything through which h reaches v."""
+        return tuple(f"highway.{name}" for name in self.highway.recurrent_weights)
 
     def __init__(self, input_size: int, hidden_size: int, highway: Residual | Highway, core: Core) -> None:
         super().__init__(input_size, hidden_size, dict.fromkeys(core.state, hidden_size))

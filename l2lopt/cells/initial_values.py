@@ -1,6 +1,7 @@
-"""Initial values of the authors' language models (Kuo et al., IJCNN 2020): a recipe's choice, no part of the equations.
+"""Initial values as published for the language models of Kuo et al. (IJCNN 2020).
 
-What is not named here stays as the cells have it, U(±1/√M). The biases of `gate_bias` start at ±1 by themselves.
+They belong to a training recipe, not to the equations. Parameters that are not named here keep the values of the cells,
+U(±1/√M); the biases of `gate_bias` start at ±1 in any case.
 """
 
 import torch
@@ -12,14 +13,14 @@ RAW = {"alpha": 2.0, "beta": 1.0, "kappa": -4.0}
 """Before the sigmoid: α = 0.881, β = 0.731, κ = 0.018."""
 
 
-def authors(cell: Cell) -> Cell:
-    """The cell itself, α, β and κ set to the authors' values and a FastGRNN's matrices drawn from N(0, 0.1²)."""
+def init_as_published(cell: Cell) -> Cell:
+    """Sets α, β and κ to the published values, and draws a FastGRNN's matrices from N(0, 0.1²); gives the cell back."""
     parameters = {name.rpartition(".")[-1]: parameter for name, parameter in cell.named_parameters()}
     with torch.no_grad():
         for name, parameter in parameters.items():
             if name in RAW:
                 parameter.fill_(RAW[name])
-        if "beta" in parameters:
+        if "beta" in parameters:  # a FastGRNN, or its core: no other cell has a β
             for parameter in cell.parameters():
                 if parameter.dim() == 2:
                     nn.init.normal_(parameter, std=0.1)

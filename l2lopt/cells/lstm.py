@@ -18,8 +18,11 @@ class LSTM(Cell):
     Args:
         input_size: N.
         hidden_size: M.
-        biases: one, or a second, `bias_h` [4M], as in `torch.nn.LSTM`: only their sum acts, and it moves twice as fast.
+        biases: "one"; or "two" with a second, `bias_h` [4M], as in `torch.nn.LSTM`. Only the sum of both acts, but
+            gradient descent moves it twice as fast.
     """
+
+    recurrent_weights = ("weight_h",)
 
     def __init__(self, input_size: int, hidden_size: int, biases: Literal["one", "two"] = "one") -> None:
         super().__init__(input_size, hidden_size, {"h": hidden_size, "c": hidden_size})

@@ -16,8 +16,10 @@ class RNN(Cell):
     Args:
         input_size: N.
         hidden_size: M.
-        activation: f.
+        activation: f, "tanh" or "relu".
     """
+
+    recurrent_weights = ("weight_h",)
 
     def __init__(self, input_size: int, hidden_size: int, activation: Literal["tanh", "relu"] = "tanh") -> None:
         super().__init__(input_size, hidden_size, {"h": hidden_size})

@@ -11,13 +11,16 @@ class SRU(Cell):
     """f, p = σ(W x + ω∘c + b); a = W_A x; c' = f∘c + (1−f)∘a; h' = p∘c' + (1−p)∘x.
 
     `weight_x` is W and W_A [3M, N] in the rows f, p, a; `weight_c` is ω [2M] and `bias` is b [2M] in the rows f, p.
-    3MN + 4M numbers. x stands beside c in h', so N = M. Initial values U(±1/√M).
+    3MN + 4M numbers. h' adds x and c element by element, so N = M. Initial values U(±1/√M).
 
     Args:
         input_size: N.
         hidden_size: M = N.
-        gate_bias: two extra trainable biases, on f from +1 and, `highway_bias`, on p from −1.
+        gate_bias: Two extra trainable biases, one on f that starts at +1 and, `highway_bias`, one on p that starts at
+            −1.
     """
+
+    recurrent_weights = ("weight_c",)
 
     def __init__(self, input_size: int, hidden_size: int, gate_bias: bool = False) -> None:
         super().__init__(input_size, hidden_size, {"c": hidden_size})

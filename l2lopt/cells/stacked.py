@@ -13,7 +13,7 @@ class Stacked(Cell):
     """Layer k's output is layer k + 1's input; the last one's is the stack's. The state's names are "<k>.<name>".
 
     Args:
-        layers: cells whose sizes follow one another.
+        layers: Cells from the lowest to the highest; each reads the output of the one before, so sizes must match.
     """
 
     def __init__(self, layers: Sequence[Cell]) -> None:

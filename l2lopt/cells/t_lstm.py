@@ -16,8 +16,10 @@ class TLSTM(Cell):
     Args:
         input_size: N.
         hidden_size: M.
-        gate_bias: an extra trainable bias on f, from +1.
+        gate_bias: An extra trainable bias on f that starts at +1.
     """
+
+    recurrent_weights = ("weight_before",)
 
     def __init__(self, input_size: int, hidden_size: int, gate_bias: bool = False) -> None:
         super().__init__(input_size, hidden_size, {"x": input_size, "c": hidden_size})

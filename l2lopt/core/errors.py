@@ -10,10 +10,10 @@ class UserError(ValueError):
     """A mistake the user can mend; its text is one line, and the command line ends on it with exit code 2.
 
     Args:
-        where: what the mistake is about: a file, a config key, an argument.
-        expected: what would have been right.
-        found: what came instead.
-        remedy: what to do about it.
+        where: Subject of the mistake: a file, a config key, an argument.
+        expected: Description of what would have been right.
+        found: Description of what came instead.
+        remedy: The next thing for the user to do, as an imperative.
     """
 
     def __init__(self, where: str, *, expected: str, found: str, remedy: str) -> None:
@@ -40,8 +40,14 @@ def above_0(where: str, **values: float) -> None:
             raise UserError(f"{where}: {name}", expected="above 0", found=str(value), remedy="change the value")
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A remedy for a misspelt `name`: the nearest of the `known` names, or all of them."""
+def did_you_mean(name: str, known: Iterable[str], older: Iterable[str] = ()) -> str:
+    """A remedy for a misspelt `name`: the nearest of the names, or else all of the `known`.
+
+    Args:
+        name: The name that nobody knows.
+        known: Names to choose from.
+        older: Earlier names of the same things, which are still read: suggested if one is the nearest, never listed.
+    """
     known = sorted(known)
-    near = get_close_matches(name, known, n=1)
+    near = get_close_matches(name, [*known, *older], n=1)
     return f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(known) or 'nothing: there are none'}"

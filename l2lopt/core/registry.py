@@ -1,11 +1,18 @@
 """Choosing an implementation by name: one table of name → class or function, its options checked against the signature.
 
-A *choice*, as it stands in a config, is a name or a mapping with the key `name` and the options beside it.
+A *choice*, as a config has it, is a name or a mapping with the key `name` and the options beside it. A name is a key of
+the table, or "module:attribute" for a class or function of any module that Python can import, such as
+"mypackage.mymodule:make". Importing a module and calling what is in it runs code, so a config can run any code that is
+installed: read the names in a config from someone else before you use it. Files of weights are meant to be passed on;
+they are built inside `only_registered`, where such names are refused.
 """
 
+import importlib
 import inspect
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -15,34 +22,122 @@ from l2lopt.core.errors import UserError, did_you_mean
 
 Table: TypeAlias = Mapping[str, Callable[..., Any]]
 Choice: TypeAlias = str | dict[str, Any]
+_CLOSED = ContextVar("closed", default=False)
+"""Whether names of modules are refused."""
+
+
+@contextmanager
+def only_registered() -> Iterator[None]:
+    """Refuses "module:attribute" names inside the block: for choices that come from a file anyone may have written."""
+    token = _CLOSED.set(True)
+    try:
+        yield
+    finally:
+        _CLOSED.reset(token)
 
 
 def make(table: Table, kind: str, name: str, /, **options: Any) -> Any:
-    """Builds `table[name](**options)` after checking the name, the options' names and their types.
+    """Builds `find(table, kind, name)(**options)` after checking the options' names and types.
 
     Args:
-        table: name → class or function.
-        kind: what the table holds, for the errors ("cell", "optimiser").
-        name: the entry to build.
-        options: its keyword arguments.
+        table: Name → class or function.
+        kind: Noun for the table's entries in error messages ("cell", "optimiser").
+        name: Name of the entry, or "module:attribute".
+        options: Keyword arguments of the entry.
 
     Raises:
         UserError: for an unknown name or option, a missing one, or one of the wrong type.
+
+    Example:
+        >>> from l2lopt.core import registry
+        >>> registry.make({"twice": lambda x: 2 * x}, "function", "twice", x=4)
+        8
+        >>> registry.make({}, "distribution", "statistics:NormalDist", sigma=2.0)
+        NormalDist(mu=0.0, sigma=2.0)
     """
-    if name not in table:
-        raise UserError(kind, expected="a known name", found=repr(name), remedy=did_you_mean(name, table))
-    return table[name](**_check(f"{kind} {name!r}", _options_model(table[name]), options))
+    name, options = _current_spelling(table, name, options)
+    entry = find(table, kind, name)
+    return entry(**_check(f"{kind} {name!r}", _options_model(entry), options))
+
+
+def find(table: Table, kind: str, name: str) -> Callable[..., Any]:
+    """The class or function that a name stands for: an entry of the table, or an attribute of any module.
+
+    "module:attribute" imports the module, which runs its code: use such names only from configs that you trust.
+
+    Args:
+        table: Name → class or function.
+        kind: Noun for the table's entries in error messages.
+        name: Name of the entry, or "module:attribute", where the attribute may be dotted.
+
+    Raises:
+        UserError: for an unknown name, a module that cannot be imported, a missing attribute, or one that cannot be
+            called.
+    """
+    if name in table:
+        return table[name]
+    module_name, colon, path = name.partition(":")
+    if not colon:
+        remedy = did_you_mean(name, table, _old_names(table))
+        raise UserError(kind, expected="a known name", found=repr(name), remedy=remedy)
+    where = f"{kind} {name!r}"
+    if _CLOSED.get():
+        remedy = "if you trust the file, load it with l2lopt.load(path, trusted=True)"
+        raise UserError(where, expected="a registered name in a file of weights", found="a module's", remedy=remedy)
+    if not all(part.isidentifier() for part in (*module_name.split("."), *path.split("."))):
+        remedy = 'write it as "package.module:name"'
+        raise UserError(where, expected="a module and a name in it", found=repr(name), remedy=remedy)
+    found = _module(where, module_name)
+    for part in path.split("."):
+        if not hasattr(found, part):
+            remedy = did_you_mean(part, [known for known in dir(found) if not known.startswith("_")])
+            raise UserError(where, expected=f"{part!r} in {module_name}", found="none", remedy=remedy)
+        found = getattr(found, part)
+    try:
+        inspect.signature(found)
+    except (TypeError, ValueError):
+        remedy = "name one that says which arguments it takes"
+        raise UserError(where, expected="a class or function", found=type(found).__name__, remedy=remedy) from None
+    entry: Callable[..., Any] = found
+    return entry
+
+
+def product(entry: Callable[..., Any]) -> Any:
+    """The class whose instance an entry makes: the entry itself, or what a function's annotation says; else None."""
+    return entry if isinstance(entry, type) else _hints(entry).get("return")
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    """A function's annotations; none where they name what only a type checker imports."""
+    try:
+        return typing.get_type_hints(function, include_extras=True)
+    except (NameError, TypeError):
+        return {}
+
+
+def _module(where: str, name: str) -> Any:
+    """The module called `name`, imported."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}.")
+        found = f"no module {error.name!r}" if missing else f"an import that fails: {error}"
+        remedy = "install it, or put its folder into PYTHONPATH" if missing else "mend the module"
+        raise UserError(where, expected=f"a module {name!r}", found=found, remedy=remedy) from None
 
 
 def build(table: Table, kind: str, choice: Choice, /, **extra: Any) -> Any:
-    """`make` for a choice: a name, or a mapping of `name` and options; `extra` options are the caller's alone."""
-    if isinstance(choice, str):
-        return make(table, kind, choice, **_taken(table, kind, choice, extra))
-    options = dict(choice)
+    """`make` for a choice: a name, or a mapping of `name` and options; `extra` options are the caller's alone.
+
+    Raises:
+        UserError: For what `make` refuses, and for a mapping without a name or with one of the caller's options.
+    """
+    options = {"name": choice} if isinstance(choice, str) else dict(choice)
     name = options.pop("name", None)
     if not isinstance(name, str):
         remedy = f"add name = one of {', '.join(sorted(table))}"
         raise UserError(kind, expected="a table with the key 'name'", found=f"{choice}", remedy=remedy)
+    name, options = _current_spelling(table, name, options)
     for option in options.keys() & extra.keys():
         raise UserError(
             f"{kind} {name!r}", expected=f"no {option} here", found=option, remedy="drop the key: it is set for you"
@@ -50,11 +145,29 @@ def build(table: Table, kind: str, choice: Choice, /, **extra: Any) -> Any:
     return make(table, kind, name, **options, **_taken(table, kind, name, extra))
 
 
+def _old_names(table: Table) -> dict[str, str]:
+    """Earlier name → name, from the `old_names` of the entries that have any."""
+    return {old: name for name, entry in table.items() for old in getattr(entry, "old_names", ())}
+
+
+def _current_spelling(table: Table, name: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """A choice as it is spelt today: configs of earlier versions stay readable.
+
+    An entry that was renamed lists its earlier names in `old_names`; one whose options were renamed has a table
+    `old_options`, earlier name → name. An option given under both names is left alone, and refused as unknown.
+    """
+    name = name if name in table else _old_names(table).get(name, name)
+    renamed = getattr(table.get(name), "old_options", {})
+    new = {option: renamed.get(option, option) for option in options}
+    return name, {old if new[old] in options else new[old]: value for old, value in options.items()}
+
+
 def _taken(table: Table, kind: str, name: str, extra: Mapping[str, Any]) -> Mapping[str, Any]:
     """The caller's own options, which an entry must have in its signature."""
-    for option in extra if name in table else ():
-        if option not in _options_model(table[name]).model_fields:
-            remedy = f"add {option} to the arguments of {getattr(table[name], '__name__', name)}"
+    for option in extra:
+        entry = find(table, kind, name)
+        if option not in _options_model(entry).model_fields:
+            remedy = f"add {option} to the arguments of {getattr(entry, '__name__', name)}"
             raise UserError(f"{kind} {name!r}", expected=f"an option {option!r}", found="none", remedy=remedy)
     return extra
 
@@ -118,7 +231,7 @@ def _check(where: str, model: type[BaseModel], options: dict[str, Any]) -> dict[
 def _options_model(entry: Callable[..., Any]) -> type[BaseModel]:
     """A pydantic model of the keyword arguments of `entry`."""
     function = inspect.getattr_static(entry, "__init__") if isinstance(entry, type) else entry
-    hints = typing.get_type_hints(function, include_extras=True)
+    hints = _hints(function)
     fields: dict[str, Any] = {
         parameter.name: (
             hints.get(parameter.name, Any),
@@ -126,6 +239,7 @@ def _options_model(entry: Callable[..., Any]) -> type[BaseModel]:
         )
         for parameter in inspect.signature(entry).parameters.values()
         if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)  # those of a base without options
+        and not parameter.name.startswith("_")
     }
     config = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True, protected_namespaces=())
     return create_model(getattr(entry, "__name__", "options"), __config__=config, **fields)

@@ -92,7 +92,7 @@ class ModuleParts(NamedTuple):
     """A training-mode loss taken apart: criterion(module(inputs), targets).
 
     Attributes:
-        module: in training mode. Whoever takes it works on a copy.
+        module: Module in training mode. Whoever uses it works on a copy.
         criterion: (outputs, targets) → mean loss.
         unpack: batch → (inputs, targets, buffers), the buffers those that the batch gives, such as dropout masks. All
             others are in aux, under the module's names.
@@ -109,8 +109,8 @@ class ModuleLoss:
 
     Attributes:
         flat: the loss itself; calling this object calls it.
-        layout: of θ.
-        parts: what it is made of.
+        layout: Layout of θ.
+        parts: Module, criterion and the split of a batch.
     """
 
     flat: Loss

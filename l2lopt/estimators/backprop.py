@@ -77,9 +77,9 @@ class Taped(Unroll):
                 params, aux = params + change, seen.aux
                 known = [measure(loss, params, aux, target.batch, second) for target in step.targets]
                 for measured, target in zip(known, step.targets, strict=True):
-                    piece, slope = term(measured, target.weight, self.objective)
+                    piece, weight = term(measured, target.weight, self.objective)
                     value = value + piece.detach()
-                    terms.append(piece if second else (slope[..., None] * measured.grads * params).sum())
+                    terms.append(piece if second else (weight[..., None] * measured.grads * params).sum())
             close_window()
         finite = all(bool(t.isfinite().all()) for t in (value, params, *gradient.values()))
         trajectory = torch.stack(losses) if losses else carry.params.new_zeros(0)

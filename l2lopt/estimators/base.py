@@ -21,10 +21,10 @@ class MetaGradient:
     Attributes:
         value: the meta-loss of these steps, Σ over steps and targets, mean over rows.
         gradient: dvalue/dφ, like φ.
-        carry: after the last step, cut from the graph.
+        carry: State of the run after the last step, cut from the graph.
         losses: the inner steps' training losses, [T, *batch].
         finite: value, gradient and parameters are all finite.
-        state: for the next call.
+        state: Estimator state for the next call.
     """
 
     value: Tensor
@@ -43,9 +43,9 @@ class Unroll(ABC):
         """What the estimator keeps between the calls of one run, a pytree whose structure stays.
 
         Args:
-            carry: where the run starts.
+            carry: State of the run before its first step.
             phi: the meta-parameters.
-            seed: of all random numbers the estimator draws for this run.
+            seed: Seed of all random numbers that the estimator draws for this run.
         """
 
     @abstractmethod
@@ -58,9 +58,9 @@ class Unroll(ABC):
             update: (φ, gradient, state, θ, loss) → (update, state).
             loss: (θ, aux, batch) → (loss [*batch], aux).
             phi: the meta-parameters.
-            carry: where the run stands. It enters as a constant.
+            carry: State of the run before these steps; a constant.
             steps: one for each inner step; read once, in order.
-            state: from `init` or the last call.
+            state: Estimator state from `init` or the last call.
         """
 
     def plan(

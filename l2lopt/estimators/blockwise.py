@@ -72,7 +72,7 @@ class Blockwise(Unroll):
     Args:
         truncation: K, the steps of a window; None for the whole call.
         objective: "loss" or "log-loss".
-        share: of the coordinates, in (0, 1].
+        share: Share of the coordinates that is replayed, in (0, 1].
         record: numbers of the record: "full", the gradient's own, or "bfloat16". The optimiser sees them as stored.
         block: coordinates replayed at once, at most: fewer in windows of more than some hundred steps, so that what a
             block's replay keeps stays at some hundred megabytes. An update that says how many it takes (on a GPU) is
@@ -159,12 +159,12 @@ class Blockwise(Unroll):
         """What a call of `length` steps from `carry` will take; runs a gradient and the replay of a block.
 
         Args:
-            update: see `Unroll.__call__`, as are `loss`, `phi` and `carry`.
-            loss: of the optimisee.
+            update: Update of the optimiser.
+            loss: Loss of the optimisee.
             phi: the meta-parameters.
-            carry: where the run stands.
+            carry: State of the run before the call.
             steps: the first two are looked at.
-            length: of the call.
+            length: Number of steps of the call.
 
         Raises:
             UserError: where its memory is not there; see `Plan.check`.

@@ -19,7 +19,7 @@ def stratified(layout: Layout, share: float, source: torch.Generator) -> tuple[T
         source: Source of the random numbers.
 
     Returns:
-        Their places [m], rising, and the inverse of the chance each had [m], float64.
+        The places of the chosen coordinates [m], rising, and the inverse of the chance each had [m], float64.
     """
     places, weights, first = [], [], 0
     for size in layout.sizes:

@@ -30,12 +30,12 @@ def measure(loss: Loss, params: Tensor, aux: Aux, batch: Batch, second: bool = F
 
 
 def term(measured: Measured, weight: float, objective: Objective) -> tuple[Tensor, Tensor]:
-    """A target's term of the meta-loss, mean over rows, and its slope w f'(ℓ) / rows in every row's loss [*batch]."""
+    """A target's term of the meta-loss, mean over rows, and its derivative w f'(ℓ) / rows by each row's loss."""
     rows = max(measured.loss.numel(), 1)
-    value, slope = measured.loss, weight / rows * torch.ones_like(measured.loss)
+    value, derivative = measured.loss, weight / rows * torch.ones_like(measured.loss)
     if objective == "log-loss":
-        value, slope = value.log(), slope / measured.loss
-    return weight * value.sum() / rows, slope
+        value, derivative = value.log(), derivative / measured.loss
+    return weight * value.sum() / rows, derivative
 
 
 def gradient_of(value: Tensor, leaves: Params) -> Params:

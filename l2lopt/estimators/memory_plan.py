@@ -22,11 +22,11 @@ class Plan:
 
     Attributes:
         window: K, the steps whose gradients are kept at once.
-        vector: what one of them takes.
-        per_step: how many there are for each step; one more closes a window.
+        vector: Bytes of one vector of the record.
+        per_step: Vectors of the record for each step; one more closes a window.
         state: θ and the optimiser's state, with the copies that are made, and the larger of what the replay of a block
             and what one gradient keeps.
-        available: what is free now.
+        available: Bytes that are free now.
         spilt: the vectors lie in files, and count for nothing.
         seconds: the whole call, estimated from one gradient, one step and one replay of a block; with the disk apart.
     """
@@ -63,7 +63,7 @@ class Plan:
         """Refuses what does not fit.
 
         Raises:
-            UserError: it names the longest window that does.
+            UserError: The memory is not there; the message names the longest window that fits.
         """
         if self.memory <= self.available:
             return

@@ -19,7 +19,7 @@ class Rows:
     """Vectors kept from window to window and used again: fresh memory would cost more than what is written to it.
 
     Args:
-        folder: where the vectors lie as memory-mapped files, which vanish with the process; None keeps them in memory.
+        folder: Folder for the vectors as memory-mapped files, which vanish with the process; None keeps them in memory.
     """
 
     def __init__(self, folder: str | None = None) -> None:

@@ -33,7 +33,7 @@ class Window(NamedTuple):
         grads: Gradients, [T, *batch, B].
         sources: Gradient of the meta-loss at θ after each step, where θ enters it directly, [T, *batch, B].
         losses: Training losses, [T, *batch].
-        meetings: What the whole vector's coordinates met in, for each step.
+        meetings: Record of each step's means, functions of whole tensors and controls.
     """
 
     state: OptimiserState

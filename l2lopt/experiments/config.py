@@ -1,37 +1,24 @@
-"""Typed configs from TOML, and the objects they describe."""
+"""Typed configs from TOML; `build` makes the objects that they describe."""
 
-import os
 import tomllib
 from collections.abc import Mapping, Sequence
-from functools import cache, partial
 from pathlib import Path
-from statistics import fmean
-from typing import Any, Literal, NamedTuple, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 import tomli_w
-import torch
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 
-import optimisees
-from l2lopt import estimators, kernels, optimisers
 from l2lopt.core import registry
 from l2lopt.core.errors import UserError
 from l2lopt.core.registry import Choice
 from l2lopt.core.settings import Settings
-from l2lopt.core.types import Report, seed_of, silent
-from l2lopt.estimators import Unroll
-from l2lopt.evaluation.comparison import EvaluationSettings, run_groups
-from l2lopt.optimisee import Optimisee, Split
-from l2lopt.optimisers import Optimiser
+from l2lopt.evaluation.settings import EvaluationSettings
+from l2lopt.optimisee import Split
 from l2lopt.storage.run_log import existing
-from l2lopt.torch_optim.learned_optimizer import LearnedOptimizer
-from l2lopt.torch_optim.registry import TORCH, OptimizerFactory
 from l2lopt.training.settings import MetaTrainSettings, UnrollSettings
 from l2lopt.training.train import TrainSettings
-from l2lopt.weights import files
 
 C = TypeVar("C", bound=Settings)
-O = TypeVar("O", bound=Optimisee)
 
 
 class ValidationSettings(Settings):
@@ -42,24 +29,24 @@ class ValidationSettings(Settings):
     horizons: list[PositiveInt] = Field(default=[100, 200, 1000], min_length=1)
     """The steps at which the losses are taken; the last ends the run."""
     split: Split = "train"
-    """Whose whole loss counts."""
+    """Split on which the validation loss is computed."""
     rows: PositiveInt | None = None
     """Runs made side by side; none: all. 1 suits large models."""
 
 
 class _Common(Settings):
-    """What every kind of experiment has."""
+    """The settings that every kind of experiment has."""
 
     label: str | None = None
     """The optimiser's name in results; by default made of what it is."""
     seed: NonNegativeInt = 0
-    """Of everything: equal configs and seeds give equal runs on the same machine."""
+    """Seed of everything: equal configs and seeds give equal runs on the same machine."""
     device: str = "cpu"
-    """Where tensors live: "cpu", "cuda", "cuda:1", …"""
+    """Device of all tensors: "cpu", "cuda", "cuda:1", …"""
     threads: PositiveInt | None = Field(default=None, le=1024)
     """CPU threads; none: PyTorch's own choice. Small tensors are fastest on one."""
     optimisee: Choice
-    """What is optimised: a name, or a table of the name and its options."""
+    """Problem to optimise: a name, or a table of the name and its options."""
 
 
 class Config(_Common):
@@ -70,7 +57,7 @@ class Config(_Common):
     optimiser: Choice = "coordinatewise"
     """The learned optimiser: a name, or a table of the name and its options."""
     backend: Literal["auto", "reference", "cpu", "triton"] = "auto"
-    """Of the learned optimiser's steps where no tape is needed; "auto" takes the fastest there is."""
+    """Backend of the learned optimiser's steps where no gradient flows through them; "auto" takes the fastest."""
     unroll: UnrollSettings = UnrollSettings()
     """How long the unrolls are and how they are differentiated."""
     meta: MetaTrainSettings = MetaTrainSettings()
@@ -108,52 +95,6 @@ class TrainConfig(_Common):
         return self.label or str(choice.get("name") or choice.get("weights"))
 
 
-class Experiment(NamedTuple):
-    """The objects a config describes."""
-
-    config: Config
-    optimisees: list[Optimisee]
-    optimiser: Optimiser
-    unroll: Unroll
-
-    @property
-    def optimisee(self) -> Optimisee:
-        """The problem on which optimisers are compared, the first of those of meta-training."""
-        return self.optimisees[0]
-
-    def score(self, optimiser: Optimiser, report: Report = silent) -> float:
-        """The validation score: the log of the mean loss over seeds, mean over problems and horizons; lower is better.
-
-        A problem in which a loss is not finite makes it infinite.
-        """
-        settings, optimiser = self.config.validation, kernels.fast(optimiser, self.config.backend)
-        seeds = [seed_of("validation", self.config.seed, index) for index in range(settings.seeds)]
-        scores = []
-        for optimisee in self.optimisees:
-            horizons = sorted(settings.horizons)
-            run = run_groups(
-                lambda _: optimiser,
-                optimisee,
-                seeds,
-                horizons,
-                (settings.split,),
-                report,
-                "validate",
-                rows=settings.rows,
-            )
-            means = run.losses[settings.split].double().mean(1).clamp(min=1e-12)
-            scores.append(float(means.log().nan_to_num(nan=torch.inf).mean()))
-        return fmean(scores)
-
-
-class Training(NamedTuple):
-    """The objects a config of training describes; `factory` makes the optimiser of parameters."""
-
-    config: TrainConfig
-    optimisee: Optimisee
-    factory: OptimizerFactory
-
-
 @overload
 def load(source: str | Path | Mapping[str, Any] | Settings, changes: Sequence[str] = ()) -> Config: ...
 @overload
@@ -164,9 +105,9 @@ def load(
     """A config from a TOML file, a mapping or a config, with changes such as "unroll.length=200" made to it.
 
     Args:
-        source: of the config.
-        changes: in order.
-        kind: what it is: a `Config` or a `TrainConfig`.
+        source: Path, mapping or config.
+        changes: Changes, made in this order.
+        kind: Class of the config: `Config` or `TrainConfig`.
 
     Raises:
         UserError: for a missing file, one that is not TOML, an unknown key or a value of the wrong type.
@@ -185,98 +126,6 @@ def dump(config: Settings) -> str:
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
 
 
-def build(config: Config) -> Experiment:
-    """The objects a config describes.
-
-    Raises:
-        UserError: for an unknown name or option, or a device that is not there.
-    """
-    place = device(config.device)
-    problems = [
-        registry.build(optimisees.OPTIMISEES, "optimisee", choice, device=str(place))
-        for choice in (config.optimisee, *config.mixed_with)
-    ]
-    optimiser = optimisers.build(config.optimiser, optimisers.LEARNED, seed=seed_of("optimiser", config.seed))
-    unroll = registry.build(estimators.UNROLLS, "unroll", config.unroll.estimator)
-    config.evaluation.checked_horizons()
-    for baseline in config.evaluation.baselines:
-        baseline.build(baseline.rates[0], config.evaluation.steps)
-    return Experiment(config, problems, fitting(optimiser, problems).to(place), unroll)
-
-
-def fitting(optimiser: Optimiser, problems: Sequence[Optimisee]) -> Optimiser:
-    """An optimiser in the dtype of these problems' parameters.
-
-    Raises:
-        UserError: for problems of several dtypes, or without parameters.
-    """
-    dtypes = {value.dtype for problem in problems for value in problem.init(0)[0].values()}
-    if len(dtypes) != 1:
-        found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)) or "no parameters"
-        remedy = "set dtype alike in all" if dtypes else "let some require a gradient"
-        raise UserError("optimisees", expected="one dtype", found=found, remedy=remedy)
-    fit: Optimiser = optimiser.to(dtypes.pop())
-    return fit
-
-
-def build_training(config: TrainConfig) -> Training:
-    """The objects a config of training describes.
-
-    Raises:
-        UserError: for an unknown name or option, one that the parameters do not allow, or a device that is not there.
-    """
-    place = device(config.device)
-    optimisee = registry.build(optimisees.OPTIMISEES, "optimisee", config.optimisee, device=str(place))
-    factory = _factory(config.optimiser, seed_of("optimiser", config.seed))
-    seed = seed_of("train", config.seed)
-    for split in config.train.splits:
-        next(iter(optimisee.whole(split, seed)))  # refused if it has no samples
-    optimisee.batch(config.train.splits[0], seed, 0)  # or too few
-    if config.train.epochs:
-        steps = optimisee.epoch(config.train.splits[0], seed, config.train.epochs)
-        if config.train.warm_up > steps:
-            expected, found = f"at most {steps}, the steps of {config.train.epochs} epochs", str(config.train.warm_up)
-            raise UserError("train.warm_up", expected=expected, found=found, remedy="change the value")
-    params, _ = optimisee.init(seed)
-    try:
-        factory(list(params.items()))
-    except UserError:
-        raise
-    except (ValueError, TypeError, RuntimeError) as error:  # torch.optim's own checks
-        where, remedy = f"optimiser {config.name!r}", "change the options, or choose another"
-        raise UserError(where, expected="one for these parameters", found=str(error), remedy=remedy) from None
-    return Training(config, optimisee, factory)
-
-
-@cache
-def device(name: str) -> torch.device:
-    """The device called `name`; where `torchrun` starts several processes on a machine, "cuda" is each one's own.
-
-    Raises:
-        UserError: where it is not there.
-    """
-    try:
-        found = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if name == "cuda" else name)
-        torch.zeros(1, device=found).item()
-    except (RuntimeError, AssertionError) as error:
-        reason = f"{name!r} ({str(error).splitlines()[0]})"
-        raise UserError("device", expected="a device of this machine", found=reason, remedy='use "cpu"') from None
-    return found
-
-
-def optimisee_of(config: TrainConfig, kind: type[O], name: str) -> O:
-    """The optimisee of a config, which must be of `kind`.
-
-    Raises:
-        UserError: for a mistake in the config, and for an optimisee of another kind than the one called `name`.
-    """
-    optimisee = build_training(config).optimisee
-    if not isinstance(optimisee, kind):
-        remedy = f'set optimisee.name = "{name}"'
-        raise UserError("study: optimisee", expected=f"a {name}", found=str(config.optimisee), remedy=remedy)
-    return optimisee
-
-
 def shipped(name: str) -> Path:
     """A file or folder of configs/: inside the installed package, or beside it in a checkout."""
     inside = Path(__file__).parents[1] / "configs"
@@ -286,29 +135,6 @@ def shipped(name: str) -> Path:
 def demo() -> Path:
     """The demo's config."""
     return shipped("demo.toml")
-
-
-def _factory(choice: Choice, seed: int) -> OptimizerFactory:
-    """What makes the optimiser of a choice; `seed` is that of a learned one that is not trained."""
-    if isinstance(choice, dict) and "weights" in choice:
-        made: OptimizerFactory = registry.make({"weights": _trained}, "optimiser", "weights", **choice)
-        return made
-    name = choice if isinstance(choice, str) else choice.get("name")
-    extra = {"seed": seed} if name in optimisers.LEARNED else {}
-    built = registry.build({**optimisers.OPTIMISERS, **TORCH}, "optimiser", choice, **extra)
-    return partial(LearnedOptimizer, weights=built) if isinstance(built, Optimiser) else built
-
-
-def _trained(
-    weights: str,
-    lr: float = 1.0,
-    weight_decay: float = 0.0,
-    max_update: float | None = None,
-    fallback: Choice | None = None,
-) -> OptimizerFactory:
-    """A learned optimiser from its file or by its name."""
-    options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "max_update": max_update, "fallback": fallback}
-    return partial(LearnedOptimizer, weights=files.load(weights), **options)
 
 
 def _read(source: str | Path | Mapping[str, Any] | Settings) -> tuple[str, dict[str, Any]]:

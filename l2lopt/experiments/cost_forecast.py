@@ -2,34 +2,52 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from l2lopt import kernels
-from l2lopt.core.types import Carry, Layout, seed_of
-from l2lopt.evaluation.comparison import SPLITS, Baseline, record_steps, run_free
-from l2lopt.experiments.config import Config, Experiment
-from l2lopt.optimisee import Split, flat_loss
-from l2lopt.optimisers import Optimiser
+from l2lopt.core.types import Aux, Batch, Carry, Layout, Params, seed_of
+from l2lopt.evaluation.free_runs import Runner, record_steps, run_free
+from l2lopt.evaluation.settings import SPLITS, Baseline
+from l2lopt.experiments import build
+from l2lopt.experiments.build import Experiment
+from l2lopt.experiments.config import Config
+from l2lopt.optimisee import Optimisee, Split, flat_loss
+from l2lopt.parallel.threads import cpu_threads
 from l2lopt.training.inner_runs import inner_steps
+
+
+class PlannedRun(NamedTuple):
+    """A free run that is to be made.
+
+    Attributes:
+        config: Config of the run.
+        baseline: Baseline that runs; None for the learned optimiser.
+        meta_training: Share of the meta-training before it that is still to be made, in [0, 1].
+    """
+
+    config: Config
+    baseline: Baseline | None
+    meta_training: float = 0.0
 
 
 class Costs(NamedTuple):
     """Seconds.
 
     Attributes:
-        learned: a free step of one problem with the learned optimiser.
-        handmade: the same with a hand-made one.
-        unrolled: a step of an unroll, its part of the meta-gradient included.
-        evaluations: a network's evaluation on each split.
+        learned: A free step of one problem with the learned optimiser.
+        unrolled: A step of an unroll, its part of the meta-gradient included.
+        evaluations: Split → an evaluation of one network on it.
+        baselines: Name of a baseline → a free step of one problem with it.
     """
 
     learned: float
-    handmade: float
     unrolled: float
     evaluations: dict[Split, float]
+    baselines: dict[str, float]
 
     def meta_training(self, config: Config) -> float:
         """All meta-updates, and the validations."""
@@ -49,12 +67,12 @@ class Costs(NamedTuple):
     def baseline_run(self, config: Config, baseline: Baseline) -> float:
         """Tuning and free runs; a rate is taken to be the best at every horizon, so that one run serves all."""
         settings, horizons = config.evaluation, config.evaluation.checked_horizons()
-        lengths = horizons if baseline.schedule == "cosine" else horizons[-1:]
+        lengths, step = horizons if baseline.schedule == "cosine" else horizons[-1:], self.baselines[baseline.name]
         tuned = sum(
-            length * self.handmade + sum(horizon <= length for horizon in horizons) * self.evaluations["train"]
+            length * step + sum(horizon <= length for horizon in horizons) * self.evaluations["train"]
             for length in lengths
         )
-        return settings.tuning_seeds * len(baseline.rates) * tuned + self._reported(config, self.handmade)
+        return settings.tuning_seeds * len(baseline.rates) * tuned + self._reported(config, step)
 
     def _reported(self, config: Config, step: float) -> float:
         settings = config.evaluation
@@ -63,31 +81,65 @@ class Costs(NamedTuple):
         return settings.seeds * each
 
 
-def measured(experiment: Experiment) -> Costs:
-    """Runs some steps of each kind on the first problem."""
+def forecast(planned: Sequence[PlannedRun]) -> dict[str, float]:
+    """The seconds that "meta-training", "free runs" and "baselines" will take.
+
+    Every learned optimiser and every baseline among the planned runs is measured on its own problem: their steps may
+    differ by any factor.
+
+    Args:
+        planned: Runs that are to be made.
+    """
+    by_recipe: dict[str, list[PlannedRun]] = {}
+    for run in planned:  # meta-seeds cost the same
+        by_recipe.setdefault(run.config.model_dump_json(exclude={"seed", "label"}), []).append(run)
+    stages = dict.fromkeys(("meta-training", "free runs", "baselines"), 0.0)
+    for runs in by_recipe.values():
+        config = runs[0].config
+        with cpu_threads(config.threads):
+            costs = measure_costs(build.build(config), [run.baseline for run in runs if run.baseline is not None])
+        for run in runs:
+            if run.baseline is not None:
+                stages["baselines"] += costs.baseline_run(config, run.baseline)
+            else:
+                stages["meta-training"] += costs.meta_training(config) * run.meta_training
+                stages["free runs"] += costs.learned_run(config)
+    return stages
+
+
+def measure_costs(experiment: Experiment, baselines: Sequence[Baseline] = ()) -> Costs:
+    """Runs some steps of each kind on the first problem.
+
+    Args:
+        experiment: Experiment whose steps are timed.
+        baselines: Baselines that are timed as well.
+    """
     config, optimisee = experiment.config, experiment.optimisee
     settings = config.evaluation
     seeds = [seed_of("forecast", index) for index in range(min(settings.rows or settings.seeds, settings.seeds))]
 
-    def step(optimiser: Optimiser) -> float:
+    def step(optimiser: Runner) -> float:
         run_free(optimiser, optimisee, seeds, [1], splits=())  # whatever is made once
         return run_free(optimiser, optimisee, seeds, [2], splits=()).seconds
 
     params, aux = optimisee.init(seeds[0])
     evaluations = {}
-    for split in {*SPLITS, config.validation.split}:
-        parts = list(optimisee.whole(split, seeds[0]))
+    for split in sorted({*SPLITS, config.validation.split}):
+        parts = list(optimisee.evaluation_batches(split, seeds[0]))
         batch, count = parts[0]
-        with torch.no_grad():
-            seconds = _seconds(lambda batch=batch: float(optimisee.evaluate(params, aux, batch)))  # type: ignore[misc]
+        seconds = _seconds(partial(_evaluate, optimisee, params, aux, batch))
         evaluations[split] = seconds * sum(other for _, other in parts) / count
-    baseline = settings.baselines[0].build(1e-3, settings.steps) if settings.baselines else None
     return Costs(
         learned=step(kernels.fast(experiment.optimiser, config.backend)),
-        handmade=step(baseline) if baseline else 0.0,
         unrolled=_unrolled(experiment, seeds[0]),
         evaluations=evaluations,
+        baselines={one.name: step(one.build(min(one.rates), settings.steps)) for one in baselines},
     )
+
+
+def _evaluate(optimisee: Optimisee, params: Params, aux: Aux, batch: Batch) -> float:
+    with torch.no_grad():
+        return float(optimisee.evaluate(params, aux, batch))
 
 
 def _unrolled(experiment: Experiment, seed: int) -> float:
@@ -117,7 +169,7 @@ def _seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def said(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """A duration in the unit that suits it, two digits or a whole number."""
     units = ((86_400, "days"), (3_600, "h"), (60, "min"), (1, "s"))
     unit, name = next((one for one in units if seconds >= 2 * one[0]), units[-1])

@@ -59,10 +59,10 @@ def block_update(optimiser: Optimiser, backend: str = "auto") -> Update:
 
     Args:
         optimiser: the reference.
-        backend: as in `fast`; where only the step is fast, the way back is autograd's.
+        backend: One of `BACKENDS`, see `fast`; where only the step has a fused form, autograd goes back.
 
     Raises:
-        UserError: see `fast`.
+        UserError: For what `fast` refuses.
     """
     twin, space = fast(optimiser, backend), Workspace()
     if not isinstance(twin, Twin):

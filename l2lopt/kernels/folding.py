@@ -87,7 +87,7 @@ def gradient_through(
 
     Args:
         optimiser: An optimiser that `refusal` lets pass.
-        phi: Its parameters.
+        phi: Parameters of the optimiser.
         function: Map from the multiplied-out layers, detached, to the gradients with respect to them and to those with
             respect to the rule's parameters, by their names in the rule.
     """

@@ -1,4 +1,4 @@
-"""Optimisers, learned and hand-made. `make(name, **options)` builds one by name."""
+"""Optimisers, learned and hand-designed. `make(name, **options)` builds one by name."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -7,10 +7,34 @@ from l2lopt.core import registry
 from l2lopt.core.registry import Choice
 from l2lopt.optimisers.base import Optimiser
 from l2lopt.optimisers.coordinatewise import Coordinatewise, coordinatewise
-from l2lopt.optimisers.hand_designed import SGD, AdamW, Momentum, adam
+from l2lopt.optimisers.hand_designed import SGD, AdamW, Momentum, Rate, adam
 from l2lopt.optimisers.inputs import INPUTS, Input
 from l2lopt.optimisers.normalised_adam import NormalisedAdam
 from l2lopt.optimisers.rules import RULES, UpdateRule
+from l2lopt.optimisers.schedules import Scheduled, Shape
+
+
+def scheduled(
+    optimiser: Choice,
+    shape: Shape = "cosine",
+    warm_up: int = 0,
+    total: int | None = None,
+    final: float = 0.0,
+    lr: Rate | None = None,
+) -> Scheduled:
+    """`Scheduled` from the name of its inner optimiser.
+
+    Args:
+        optimiser: Inner optimiser: a name, or a mapping of name and options.
+        shape: Fall after the warm-up.
+        warm_up: Updates of the warm-up.
+        total: Update at which the fall ends.
+        final: Last multiplier.
+        lr: The inner optimiser's rate, where its own options do not have it.
+    """
+    inner = build(optimiser) if lr is None else build(optimiser, lr=lr)
+    return Scheduled(inner, shape, warm_up, total, final)
+
 
 LEARNED: Mapping[str, Callable[..., Optimiser]] = {"coordinatewise": coordinatewise}
 HANDMADE: Mapping[str, Callable[..., Optimiser]] = {
@@ -20,7 +44,9 @@ HANDMADE: Mapping[str, Callable[..., Optimiser]] = {
     "adamw": AdamW,
     "normalised-adam": NormalisedAdam,
 }
-OPTIMISERS: Mapping[str, Callable[..., Optimiser]] = {**LEARNED, **HANDMADE}
+WRAPPERS: Mapping[str, Callable[..., Optimiser]] = {"scheduled": scheduled}
+"""Optimisers around another one, whose choice is among their options."""
+OPTIMISERS: Mapping[str, Callable[..., Optimiser]] = {**LEARNED, **HANDMADE, **WRAPPERS}
 
 
 def make(name: str, **options: Any) -> Optimiser:
@@ -42,15 +68,18 @@ __all__ = [
     "OPTIMISERS",
     "RULES",
     "SGD",
+    "WRAPPERS",
     "AdamW",
     "Coordinatewise",
     "Input",
     "Momentum",
     "NormalisedAdam",
     "Optimiser",
+    "Scheduled",
     "UpdateRule",
     "adam",
     "build",
     "coordinatewise",
     "make",
+    "scheduled",
 ]

@@ -30,9 +30,9 @@ class Coordinatewise(Optimiser):
 
     Args:
         inputs: name → input.
-        cell: of any input and hidden size.
-        rule: what becomes of the head's outputs.
-        head_scale: multiplies the head's initial weights: small first updates.
+        cell: Cell of any input and hidden size.
+        rule: Update rule, which turns the head's outputs into updates.
+        head_scale: Factor of the head's initial weights, small for small first updates.
     """
 
     def __init__(self, inputs: Mapping[str, Input], cell: Cell, rule: UpdateRule, head_scale: float = 0.1) -> None:
@@ -114,15 +114,17 @@ def coordinatewise(
         cell: any of `cells.CELLS`.
         hidden_size: the cell's input and hidden size.
         rule: any of `rules.RULES`.
-        head_scale: multiplies the head's initial weights.
-        seed: of the initial values of φ.
+        head_scale: Factor of the head's initial weights.
+        seed: Seed of the initial values of φ.
     """
     names = [item if isinstance(item, str) else str(item.get("name")) for item in inputs]
     if len(set(names)) < len(names):
         raise UserError("inputs", expected="each at most once", found=", ".join(names), remedy="drop the repeated one")
     with seeded(seed):
         built: dict[str, Any] = {
-            name: registry.build(INPUTS, "input", item) for name, item in zip(names, inputs, strict=True)
+            # "module:Input" may hold dots, which a ModuleDict refuses in a key
+            name.replace(".", "/"): registry.build(INPUTS, "input", item)
+            for name, item in zip(names, inputs, strict=True)
         }
         network = cells.build(cell, hidden_size, hidden_size)
         return Coordinatewise(built, network, registry.build(RULES, "rule", rule), head_scale)

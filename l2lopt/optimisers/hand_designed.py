@@ -1,4 +1,4 @@
-"""Hand-made optimisers: gradient descent, momentum, Adam, AdamW. Each equals its namesake in `torch.optim`.
+"""Hand-designed optimisers: gradient descent, momentum, Adam, AdamW. Each equals its namesake in `torch.optim`.
 
 A rate is a number, or a tensor [*batch] with a rate for every row: a grid of rates runs in one pass.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 from l2lopt.core.errors import UserError, at_least_0
 from l2lopt.core.types import Layout, OptimiserState
 from l2lopt.optimisers.base import Optimiser, blank, first_step
-from l2lopt.optimisers.schedules import warm_up_cosine
+from l2lopt.optimisers.schedules import check_schedule, warm_up_cosine
 
 Rate: TypeAlias = float | Tensor
 
@@ -70,16 +70,19 @@ class Momentum(Optimiser):
 class AdamW(Optimiser):
     """Adam with decoupled weight decay, warm-up and cosine. Kingma and Ba 2015, Loshchilov and Hutter 2019.
 
-    m' = β₁ m + (1 − β₁) g; v' = β₂ v + (1 − β₂) g²; u = −η_t (m̂ / (√v̂ + ε) + λ θ) with m̂ = m' / (1 − β₁ᵗ), v̂
-    likewise and η_t = η · `warm_up_cosine`. Equals `torch.optim.AdamW` under a `LambdaLR` of that multiplier.
+    m' = β₁ m + (1 − β₁) g; v' = β₂ v + (1 − β₂) g²; u = −η_t (m̂ / (√v̂ + ε) + λ θ) with m̂ = m' / (1 − β₁ᵗ),
+    v̂ = v' / (1 − β₂ᵗ) and η_t = η · `warm_up_cosine`. Equals `torch.optim.AdamW` under a `LambdaLR` of that multiplier.
 
     Args:
         lr: η > 0, the highest rate.
         betas: (β₁, β₂), each in [0, 1).
-        eps: ε > 0.
+        eps: ε ≥ 0.
         weight_decay: λ ≥ 0.
-        warm_up: updates of linear warm-up.
-        total: the update at which the cosine reaches 0; None keeps the rate constant after the warm-up.
+        warm_up: Updates of linear warm-up.
+        total: Update at which the cosine reaches 0; None keeps the rate constant after the warm-up.
+
+    Raises:
+        UserError: for a value out of its range.
     """
 
     def __init__(
@@ -95,10 +98,8 @@ class AdamW(Optimiser):
         self.lr, self.eps = positive(lr), eps
         self.beta1, self.beta2 = two_shares("betas", betas)
         self.weight_decay, self.warm_up, self.total = weight_decay, warm_up, total
-        at_least_0("adamw", eps=eps, weight_decay=weight_decay, warm_up=warm_up)
-        if total is not None and total < warm_up:
-            remedy = "shorten the warm-up"
-            raise UserError("adamw: total", expected=f"at least warm_up = {warm_up}", found=str(total), remedy=remedy)
+        at_least_0("adamw", eps=eps, weight_decay=weight_decay)
+        check_schedule("adamw", "cosine", warm_up, total)
 
     def init(
         self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None, total_steps: int | None = None
@@ -117,6 +118,8 @@ class AdamW(Optimiser):
         direction = unbias(m, self.beta1, step + 1) / (unbias(v, self.beta2, step + 1).sqrt() + self.eps)
         if self.weight_decay:
             direction = direction + self.weight_decay * params
+        # The rate is multiplied here and not the update, as `Scheduled` does: one rounding differs, and with it results
+        # that have been published.
         rate = -rows(self.lr, grads)
         if self.warm_up or self.total is not None:
             rate = rate * warm_up_cosine(step, self.warm_up, self.total).to(grads.dtype)

@@ -80,7 +80,7 @@ class RNNprop(Input):
     direction.
 
     Args:
-        betas: of the two running means, each in [0, 1).
+        betas: Decay rates of the two running means, each in [0, 1).
         eps: ε > 0.
     """
 
@@ -163,8 +163,8 @@ class Momenta(Input):
     (m̂_β / (√v̂ + ε))_β with m̂_β, v̂ the bias-corrected running means of g and g².
 
     Args:
-        betas: of the means of g, each in [0, 1).
-        square_beta: of the mean of g².
+        betas: Decay rates of the means of g, each in [0, 1).
+        square_beta: Decay rate of the mean of g².
         eps: ε > 0.
     """
 
@@ -195,13 +195,13 @@ class Momenta(Input):
 def log_and_sign(x: Tensor, p: float) -> Tensor:
     """(log|x| / p, sign x) where |x| ≥ e⁻ᵖ, else (−1, eᵖ x); stacked on a new first axis."""
     least = torch.exp(x.new_tensor(-p))
-    # The clamp keeps log away from 0 in the branch that is not taken, where its slope would be NaN.
+    # The clamp keeps log away from 0 in the branch that is not taken, where its derivative would be NaN.
     size = x.abs().clamp(min=least).log() / p
     return torch.stack([size, torch.where(x.abs() >= least, x.sign(), x / least)])
 
 
 def root(x: Tensor) -> Tensor:
-    """√x, with slope 0 at 0: there the true slope is infinite, and second order would turn into NaN."""
+    """√x, with derivative 0 at 0: there the true one is infinite, and second order would turn into NaN."""
     zero = x == 0
     return torch.where(zero, 0.0, torch.where(zero, 1.0, x).sqrt())
 

@@ -24,7 +24,7 @@ class NormalisedAdam(Optimiser):
         lr: η > 0, relative to the usual size of initial weights.
         horizon: steps after which η_t has halved.
         weight_decay: λ ≥ 0.
-        betas: of the two running means, each in [0, 1).
+        betas: Decay rates of the two running means, each in [0, 1).
         eps: ε > 0.
         by_fan_in: False puts r at 1.
     """

@@ -1,4 +1,4 @@
-"""Step-size schedules as multipliers of the rate."""
+"""Schedules as functions of the step, and any optimiser under one."""
 
 import math
 from collections.abc import Sequence
@@ -7,8 +7,12 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from l2lopt.core.errors import UserError, at_least_0
+from l2lopt.core.types import Layout, OptimiserState
+from l2lopt.optimisers.base import Optimiser, first_step
+
 Shape: TypeAlias = Literal["constant", "linear", "cosine", "exponential"]
-"""How a rate falls once it is warm."""
+"""The way a multiplier falls after the warm-up."""
 
 
 def warm_up_then(shape: Shape, step: Tensor, warm_up: int, total: int | None, final: float = 0.0) -> Tensor:
@@ -43,3 +47,93 @@ def set_rates(optimizer: torch.optim.Optimizer, rates: Sequence[float]) -> None:
     """Gives every parameter group of a `torch.optim.Optimizer` its rate, in the order of the groups."""
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
+
+
+class Scheduled(Optimiser):
+    """Any optimiser whose update is multiplied by a schedule: u_t = s_t · (inner update).
+
+    t = 0, 1, … counts the updates and s_t is `warm_up_then(shape, t, warm_up, total, final)`. The whole update is
+    multiplied, and with it the weight decay that the inner optimiser adds to its update, just as the schedulers of
+    `torch.optim` act on decoupled decay. The inner optimiser's state never sees the schedule: running means go on as if
+    there were none.
+
+    Equal to the inner optimiser with its rate multiplied by s_t, up to one rounding, wherever the update is
+    proportional to the rate.
+
+    Args:
+        optimiser: Inner optimiser, learned or hand-designed.
+        shape: Fall of s after the warm-up: "constant", "linear", "cosine" or "exponential".
+        warm_up: Updates over which s rises linearly to 1.
+        total: Update at which s arrives at `final`; None keeps s at 1 after the warm-up.
+        final: Last value of s, in [0, 1]; above 0 for "exponential".
+
+    Raises:
+        UserError: for a value out of its range.
+
+    Example:
+        >>> from l2lopt.optimisers import SGD
+        >>> rule = Scheduled(SGD(0.1), "linear", total=2)
+        >>> theta = torch.zeros(1)
+        >>> state = rule.init(Layout(("theta",), ((1,),)), like=theta)
+        >>> for _ in range(2):
+        ...     update, state = rule.update(torch.ones(1), state, theta)
+        ...     print(round(float(update), 3))
+        -0.1
+        -0.05
+    """
+
+    def __init__(
+        self,
+        optimiser: Optimiser,
+        shape: Shape = "cosine",
+        warm_up: int = 0,
+        total: int | None = None,
+        final: float = 0.0,
+    ) -> None:
+        super().__init__()
+        check_schedule("scheduled", shape, warm_up, total, final)
+        self.optimiser, self.shape, self.warm_up, self.total, self.final = optimiser, shape, warm_up, total, final
+        self.coordinatewise, self.rounds_its_state = optimiser.coordinatewise, optimiser.rounds_its_state
+        self.groupings, self.needs_loss = optimiser.groupings, optimiser.needs_loss
+
+    def init(
+        self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None, total_steps: int | None = None
+    ) -> OptimiserState:
+        """The inner optimiser's state, and "step", the count of updates so far, where it does not count them itself."""
+        state = self.optimiser.init(layout, batch, like=like, total_steps=total_steps)
+        count = first_step(torch.zeros(()) if like is None else like)
+        return state._replace(shared={"step": count, **state.shared})
+
+    def update(
+        self, grads: Tensor, state: OptimiserState, params: Tensor, *, loss: Tensor | None = None
+    ) -> tuple[Tensor, OptimiserState]:
+        """s_t · u_t."""
+        step = state.shared["step"]
+        update, after_it = self.optimiser.update(grads, state, params, loss=loss)
+        factor = warm_up_then(self.shape, step, self.warm_up, self.total, self.final)
+        # An inner optimiser without a step hands ours on or drops it, one with a step has counted already: the names
+        # of before come first, so that the state keeps its order, which is what a checkpoint goes by.
+        shared = {**state.shared, **after_it.shared, "step": step + 1}
+        return factor.to(update.dtype) * update, after_it._replace(shared=shared)
+
+
+def check_schedule(where: str, shape: Shape, warm_up: int, total: int | None, final: float = 0.0) -> None:
+    """Refuses numbers that are no schedule.
+
+    Args:
+        where: Subject of the error.
+        shape: Fall after the warm-up.
+        warm_up: Updates of the warm-up, at least 0.
+        total: Update at which the fall ends, at least `warm_up`, or None.
+        final: Last multiplier, in [0, 1]; above 0 for "exponential".
+
+    Raises:
+        UserError: for a value out of its range.
+    """
+    at_least_0(where, warm_up=warm_up)
+    if total is not None and total < warm_up:
+        remedy = "shorten the warm-up"
+        raise UserError(f"{where}: total", expected=f"at least warm_up = {warm_up}", found=str(total), remedy=remedy)
+    if not 0 <= final <= 1 or (shape == "exponential" and total is not None and final == 0):
+        expected = "a number in (0, 1]" if shape == "exponential" else "a number in [0, 1]"
+        raise UserError(f"{where}: final", expected=expected, found=str(final), remedy="change the value")

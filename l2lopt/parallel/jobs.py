@@ -1,4 +1,4 @@
-"""The pieces of long work, made one after the other or in processes of their own."""
+"""The jobs of a study, run one after the other or in several processes."""
 
 import json
 import math
@@ -18,7 +18,7 @@ import torch
 from l2lopt.core.errors import UserError
 from l2lopt.core.types import Report
 
-P = TypeVar("P")
+J = TypeVar("J")
 
 
 class _Labelled(Protocol):
@@ -28,46 +28,50 @@ class _Labelled(Protocol):
 L = TypeVar("L", bound=_Labelled)
 
 
-def make_all(make: Callable[[P, Report], object], pieces: Sequence[P], jobs: int, report: Report) -> None:
-    """Calls `make` for every piece; what it makes is what it leaves in files.
+def make_all(run: Callable[[J, Report], object], jobs: Sequence[J], processes: int, report: Report) -> None:
+    """Calls `run` for every job. A job's result is the files it writes; what `run` returns is dropped.
+
+    If a job fails, the others are stopped and the error is raised; files that are already written stay, so that the
+    study goes on from them when it is started again.
 
     Args:
-        make: (piece, report of its progress); with several jobs it is sent to other processes, with the piece.
-        pieces: in this order.
-        jobs: made at the same time. Where one fails the others are ended; what they have left stands.
-        report: progress of each piece; with several jobs after the number of its process, and the pieces made, of
-            those that were not there.
+        run: (job, report of its progress) → anything. With several processes it is pickled, and so is the job.
+        jobs: Jobs, in the order in which they are begun.
+        processes: Number of jobs at a time. With 1 they run in this process.
+        report: Progress. With several processes the stage of a job is "<number of its process>: <stage>", and the stage
+            "study" counts the jobs done, without those whose result was there already.
 
     Raises:
-        UserError: where a process was killed.
+        UserError: If a process was killed from outside, for want of memory perhaps.
     """
-    if jobs == 1:
-        for piece in pieces:
-            make(piece, report)
+    if processes == 1:
+        for job in jobs:
+            run(job, report)
         return
-    made = 0
-    report("study", made, len(pieces), {})
+    done_now = 0
+    report("study", done_now, len(jobs), {})
+    # "spawn": a forked process would inherit PyTorch's thread pools and CUDA context, which do not survive a fork.
     context = get_context("spawn")
     events = context.SimpleQueue()
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_tell, initargs=(events,)) as pool:
-        waiting: set[Future[bool]] = {pool.submit(_leave, make, piece) for piece in pieces}
-        # There is no public way to the processes before Python 3.14.
-        processes = list(pool._processes.values())
-        numbers = {process.pid: str(number) for number, process in enumerate(processes, 1)}
+    with ProcessPoolExecutor(processes, mp_context=context, initializer=_set_events, initargs=(events,)) as pool:
+        waiting: set[Future[bool]] = {pool.submit(_run_job, run, job) for job in jobs}
+        # There is no public access to the processes before Python 3.14.
+        workers = list(pool._processes.values())
+        numbers = {worker.pid: str(number) for number, worker in enumerate(workers, 1)}
         try:
             while waiting:
                 done, waiting = wait(waiting, timeout=1, return_when=FIRST_COMPLETED)
                 while not events.empty():
                     process, stage, *event = events.get()
                     report(f"{numbers[process]}: {stage}", *event)
-                made += sum(future.result() for future in done)
-                if done:  # pieces that were there take no time, so they would make the rest seem as quick
-                    report("study", made, made + len(waiting), {})
-                elif any(process.exitcode is not None for process in processes):
-                    raise BrokenProcessPool  # seen sooner than by the pool, which may miss it
+                done_now += sum(future.result() for future in done)
+                if done:  # without the jobs that were done before: they take no time, and would spoil the forecast
+                    report("study", done_now, done_now + len(waiting), {})
+                elif any(worker.exitcode is not None for worker in workers):
+                    raise BrokenProcessPool  # the pool may miss a killed process and wait for ever
         except BaseException as error:
-            for process in processes:
-                process.kill()  # what they leave is written by rename
+            for worker in workers:
+                worker.kill()  # safe at any moment: files are written under another name and renamed
             pool.shutdown(wait=False, cancel_futures=True)
             if isinstance(error, BrokenProcessPool):
                 expected, found = "every process to live", "one that was killed, for want of memory perhaps"
@@ -76,35 +80,46 @@ def make_all(make: Callable[[P, Report], object], pieces: Sequence[P], jobs: int
 
 
 _events: Any = None
-"""In a process that makes pieces, the queue for its progress, which is handed over where a process begins."""
+"""In a worker process, the queue to which it sends its progress; set once, when the process begins.
+
+A global: `submit` cannot pickle a queue, which may only be inherited.
+"""
 
 
-def _tell(events: Any) -> None:
+def _set_events(events: Any) -> None:
     global _events
     _events = events
 
 
-def _leave(make: Callable[[P, Report], object], piece: P) -> bool:
-    """`make` for its files alone: tensors that came from another process would each hold a file open.
+def _run_job(run: Callable[[J, Report], object], job: J) -> bool:
+    """Runs one job in a worker process and drops what it returns: each tensor sent back would hold a file open.
 
-    Gives whether it reported any progress, which it does not where the piece was there.
+    Gives whether the job reported any progress; it does not if its result was there already.
     """
     last: dict[str, float] = {}
 
-    def told(stage: str, done: int, total: int, figures: Mapping[str, float]) -> None:
+    def send(stage: str, done: int, total: int, figures: Mapping[str, float]) -> None:
         if (now := time.monotonic()) - last.get(stage, -math.inf) < 1 and done not in (0, total):
             return
         last[stage] = now
         if (parent := parent_process()) is not None and not parent.is_alive():
-            os._exit(1)  # or it would go on beside whoever takes the study up again
+            os._exit(1)  # otherwise it would write beside the same study, started again
         _events.put((os.getpid(), stage, done, total, dict(figures)))
 
-    make(piece, told)
+    run(job, send)
     return bool(last)
 
 
 def kept(path: Path, work: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What a JSON file says that a piece has found, if its key "work" is `work`; None if absent, damaged or older."""
+    """A job's result from its JSON file, without the key "work".
+
+    Args:
+        path: File to read.
+        work: Fingerprint that the file's key "work" must equal.
+
+    Returns:
+        The result; None if the file is missing, damaged, or the result of other work.
+    """
     try:
         facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return facts if facts.pop("work") == json.loads(json.dumps(work)) else None
@@ -113,18 +128,31 @@ def kept(path: Path, work: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def work_of(**what: Any) -> dict[str, Any]:
-    """What a piece is made from: the releases of l2lopt and PyTorch, and all else that it depends on."""
+    """Everything that a job's result depends on: the releases of l2lopt and PyTorch, and the given values.
+
+    Compared by `kept` to tell whether a result is still valid.
+    """
     return {"l2lopt": version("l2lopt"), "torch": torch.__version__, **what}
 
 
 def spread(values: Sequence[float], digits: int) -> str:
-    """Their mean, and of several the lowest and the highest in brackets, for a table."""
+    """A table's entry: the mean, and for several values the lowest and the highest in brackets.
+
+    Example:
+        >>> from l2lopt.parallel.jobs import spread
+        >>> spread([1.0, 2.0, 4.0], digits=2)
+        '2.33 (1.00–4.00)'
+    """
     brackets = f" ({min(values):.{digits}f}–{max(values):.{digits}f})" if len(values) > 1 else ""
     return f"{fmean(values):.{digits}f}{brackets}"
 
 
 def apart(rows: list[L]) -> list[L]:
-    """The rows of a study, whose labels must lead to different folders: a validator for pydantic."""
+    """A validator for pydantic: the rows of a study, if the names of their folders differ.
+
+    Raises:
+        ValueError: If two labels become the same folder name.
+    """
     folders = [slug(row.label) for row in rows]
     for row, folder in zip(rows, folders, strict=True):
         if folders.count(folder) > 1:
@@ -133,5 +161,5 @@ def apart(rows: list[L]) -> list[L]:
 
 
 def slug(label: str) -> str:
-    """A label as a folder's name."""
+    """A label as the name of a folder: lower case, words joined by hyphens."""
     return "-".join("".join(c if c.isalnum() else " " for c in label.lower()).split()) or "unnamed"

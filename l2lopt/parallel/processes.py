@@ -1,7 +1,7 @@
-"""Work shared out to the processes that `torchrun` starts: each makes its own part, and all get the whole.
+"""Work divided among the processes that `torchrun` starts: each does a part, and every one gets all results.
 
-What is exchanged is small (an optimiser's meta-gradient has some thousand numbers), so it goes through Gloo and the CPU
-wherever the tensors live.
+Results are small (an optimiser's meta-gradient has some thousand numbers), so they travel through Gloo on the CPU, on
+whatever device the tensors are.
 """
 
 import os
@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-import torch.distributed.nn  # noqa: F401  # before there is a process group, for the reason in sharding.py
+import torch.distributed.nn  # noqa: F401  # to be imported before there is a process group, see sharding.py
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -19,7 +19,7 @@ from l2lopt.core.errors import UserError
 
 T = TypeVar("T")
 TIMEOUT = timedelta(hours=12)
-"""How long one waits for another's part. A process that has died is noticed at once; this is for one that hangs."""
+"""Longest wait for another process. A dead process is noticed at once; this is for one that hangs."""
 
 
 def rank() -> int:
@@ -33,10 +33,13 @@ def ranks() -> int:
 
 
 def alone(what: str) -> None:
-    """Refuses to go on where `torchrun` has started several processes, for work that they cannot share.
+    """Refuses work that several processes cannot share.
+
+    Args:
+        what: Name of the work, for the error.
 
     Raises:
-        UserError: there.
+        UserError: If `torchrun` has started more than one process.
     """
     if (count := os.environ.get("WORLD_SIZE", "1")) != "1":
         remedy = "start it without torchrun"
@@ -45,7 +48,10 @@ def alone(what: str) -> None:
 
 @contextmanager
 def together() -> Iterator[None]:
-    """The processes of `torchrun` as one group within the block; without it, or within another block, nothing."""
+    """Joins the processes of `torchrun` to one group within the block.
+
+    Does nothing without `torchrun`, and within another such block.
+    """
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1 or "MASTER_ADDR" not in os.environ
     if alone or dist.is_initialized():
         yield
@@ -58,12 +64,17 @@ def together() -> Iterator[None]:
 
 
 def share_out(work: Callable[[int], T], count: int) -> list[T]:
-    """[work(0), …, work(count − 1)] on every rank; rank r makes those whose number is r modulo the ranks.
+    """[work(0), …, work(count − 1)] on every rank. Collective: every rank must call it.
 
-    Results are pytrees; with several ranks their tensors come back on the CPU, bit for bit the same everywhere.
+    Rank r does the work of the numbers that are r modulo the number of ranks. Results are ordered by number before
+    anyone adds them up, so sums over them are the same to the bit for any number of ranks.
+
+    Args:
+        work: Number → result, a pytree; with several ranks its tensors come back on the CPU.
+        count: Number of results.
 
     Raises:
-        UserError: where another rank has ended.
+        UserError: If another rank has ended.
     """
     own = {index: work(index) for index in range(rank(), count, ranks())}
     if ranks() == 1:
@@ -76,7 +87,7 @@ def share_out(work: Callable[[int], T], count: int) -> list[T]:
 
 
 def collect(own: Mapping[int, T]) -> dict[int, T]:
-    """Everyone's entries on rank 0, nothing elsewhere."""
+    """The entries of all ranks on rank 0, none on the others. Collective: every rank must call it."""
     if ranks() == 1:
         return dict(own)
     parts: list[dict[int, T]] | None = [{} for _ in range(ranks())] if rank() == 0 else None
@@ -86,7 +97,11 @@ def collect(own: Mapping[int, T]) -> dict[int, T]:
 
 
 def on_first(work: Callable[[], T]) -> T:
-    """What `work` gives on rank 0, where alone it is done, on every rank; a `UserError` likewise."""
+    """Does `work` on rank 0 alone and gives its result, or raises its `UserError`, on every rank.
+
+    Collective: every rank must call it. The error is sent as well, since the other ranks would otherwise wait for a
+    result that never comes.
+    """
     if ranks() == 1:
         return work()
     outcome: list[Any] = [None]

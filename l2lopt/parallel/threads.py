@@ -1,4 +1,4 @@
-"""Work shared out to threads of one intra-op thread each."""
+"""Work divided among threads, each of which runs PyTorch with one intra-op thread."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -25,10 +25,10 @@ def cpu_threads(count: int | None) -> Iterator[None]:
 
 @contextmanager
 def one_each() -> Iterator[int]:
-    """PyTorch on one intra-op thread, how many there were before to be shared out to; afterwards it is as it was.
+    """Sets PyTorch to one intra-op thread within the block; gives the number there was before, for `share_out`.
 
-    An operation of two threads waits until both processors have time for it, however small it is: 20 ms instead of
-    3 µs beside a busy neighbour.
+    Threads over independent work replace threads within each operation: an operation of two threads waits until both
+    processors have time for it, however small it is, which is 20 ms instead of 3 µs beside a busy neighbour.
     """
     threads = torch.get_num_threads()
     with cpu_threads(1):
@@ -38,15 +38,20 @@ def one_each() -> Iterator[int]:
 def share_out(work: Callable[[int], T], count: int, threads: int) -> list[T]:
     """[work(0), …, work(count − 1)], without gradients, by up to `threads` threads; to be called within `one_each`.
 
-    Each takes the next number when it is done with the last, so a busy processor holds up one piece of work and not
-    half of it. A thread that would have one piece only is not woken. What comes out does not depend on the number of
-    threads if the pieces do not.
+    Each thread takes the next number when it has finished one, so a busy processor delays one unit of work and not half
+    of them all. Results are independent of the number of threads.
+
+    Args:
+        work: Number → result. It must not depend on which thread calls it, nor on the order of the calls.
+        count: Number of results.
+        threads: Largest number of threads, the calling one included; fewer if there are less than two units for each.
     """
     results: list[T | None] = [None] * count
     remaining = iter(range(count))
 
     def take() -> None:
-        torch.set_num_threads(1)  # holds for the thread that calls it, and for those that have not asked yet
+        # Every thread sets this for itself: the setting reaches the calling thread and threads not yet started alone.
+        torch.set_num_threads(1)
         with torch.no_grad():
             for index in remaining:
                 results[index] = work(index)
@@ -64,5 +69,5 @@ def share_out(work: Callable[[int], T], count: int, threads: int) -> list[T]:
 
 @cache
 def _pool(process: int, size: int) -> ThreadPoolExecutor:
-    """Threads that wait for work; a forked process needs its own."""
+    """Threads that wait for work. The process id is part of the key: a fork inherits the pool but not its threads."""
     return ThreadPoolExecutor(size, thread_name_prefix="l2lopt")

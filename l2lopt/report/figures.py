@@ -6,35 +6,19 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.axes import Axes
 from scipy import stats
 
 from l2lopt.core.errors import UserError
-from l2lopt.storage.run_log import existing, written_whole
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from l2lopt.report.style import BASELINES, DASHES, LEARNED, MARKERS, STYLE, write_figure
+from l2lopt.storage.run_log import existing
 
 COLUMNS = ("optimiser", "kind", "seed", "step", "split", "loss")
-"""Of `evaluation.csv`."""
-
-# Dark for learned optimisers, lighter for baselines, and a dash pattern and marker for each: it survives a photocopier.
-# Colours are Okabe and Ito's, safe for the colour-blind.
-_LEARNED = ("#000000", "#0072B2", "#D55E00", "#009E73")
-_BASELINES = ("#999999", "#E69F00", "#56B4E9", "#CC79A7", "#8C8C00", "#B0B0B0")
-_DASHES = ((0, ()), (0, (5, 1.5)), (0, (1, 1)), (0, (4, 1, 1, 1)), (0, (6, 1, 1, 1, 1, 1)), (0, (2, 2)))
-_MARKERS = "os^Dv<>P"
-_STYLE: dict[Any, Any] = {
-    "svg.hashsalt": "l2lopt",
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-}
+"""The columns of `evaluation.csv`."""
 
 
 class Band(NamedTuple):
@@ -107,14 +91,13 @@ def loss_curves(
     A curve that rises above the loss before the first step leaves the picture there, so that the others stay apart.
 
     Args:
-        bands: from `read`.
-        folder: gets `loss-curves.png` and `loss-curves.svg`.
-        title: above the panels.
-        breaks: the steps after which a baseline's curve goes over to the run tuned for the next horizon; the line is
-            cut.
+        bands: (optimiser, kind, split) → band, as `read` gives them.
+        folder: Folder for `loss-curves.png` and `loss-curves.svg`.
+        title: Line above the panels.
+        breaks: Steps after which a baseline's curve goes over to the run tuned for the next horizon; the line is cut.
     """
     splits = [split for split in ("train", "test") if any(key[2] == split for key in bands)]
-    with plt.rc_context(_STYLE):
+    with plt.rc_context(STYLE):
         figure, axes = plt.subplots(
             1, len(splits), figsize=(5.2 * len(splits), 4.2), squeeze=False, layout="constrained"
         )
@@ -126,80 +109,7 @@ def loss_curves(
         figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5), frameon=False)
         if title:
             figure.suptitle(title)
-        return _written(figure, folder, "loss-curves")
-
-
-class Example(NamedTuple):
-    """A labelled sequence of T positions.
-
-    Attributes:
-        place: where it begins.
-        classes: their names.
-        true: the class of each position.
-        found: likewise.
-        tokens: the positions' names, or None.
-        signals: [T, N], or None.
-        rate: positions a second, or None.
-    """
-
-    place: str
-    classes: list[str]
-    true: list[int]
-    found: list[int]
-    tokens: list[str] | None
-    signals: list[list[float]] | None
-    rate: float | None
-
-
-def read_labelled(path: Path) -> Example:
-    """The example of a `labels.json`.
-
-    Raises:
-        UserError: for a missing or damaged file.
-    """
-    remedy = "train again"
-    existing(path, "labels", remedy)
-    try:
-        example = Example(**json.loads(path.read_text(encoding="utf-8"))["example"])
-        if not len(example.true) == len(example.found) == len(example.tokens or example.signals or ()):
-            raise ValueError
-        return example
-    except (TypeError, ValueError, KeyError):
-        raise UserError(str(path), expected="labels", found="damage", remedy=remedy) from None
-
-
-def labelled_sequence(example: Example, folder: Path) -> list[Path]:
-    """Draws a sequence, its true classes and those that were found, one above the other over its positions.
-
-    Args:
-        example: of tokens, or of signals, which are drawn as curves.
-        folder: gets `labelled-sequence.png` and `labelled-sequence.svg`.
-    """
-    steps = np.arange(len(example.true)) / (example.rate or 1.0)
-    rows = 1 if example.signals is None else 2
-    width = 6.4 if example.tokens is None else max(6.4, 0.35 * len(example.tokens))
-    with plt.rc_context(_STYLE):
-        figure, axes = plt.subplots(
-            rows, 1, figsize=(width, 2.4 * rows + 0.8), sharex=True, squeeze=False, layout="constrained"
-        )
-        if example.signals is not None:
-            axes[0][0].plot(steps, np.array(example.signals), linewidth=0.7)
-            axes[0][0].set_ylabel("signals")
-        panel = axes[-1][0]
-        shown = sorted({*example.true, *example.found})
-        heights = {k: height for height, k in enumerate(shown)}
-        for name, own, style in (
-            ("true", example.true, {"color": _BASELINES[1], "linewidth": 5.0, "alpha": 0.6}),
-            ("found", example.found, {"color": _LEARNED[0], "linewidth": 1.4}),
-        ):
-            panel.step(steps, [heights[k] for k in own], where="mid", label=name, **style)
-        panel.set_yticks(range(len(shown)), [example.classes[k] for k in shown])
-        panel.legend(frameon=False, loc="best")
-        if example.tokens is not None:
-            panel.set_xticks(steps, [token.replace("$", r"\$") for token in example.tokens], rotation=90)
-        panel.set_xlabel("token" if example.tokens is not None else "s" if example.rate else "position")
-        figure.suptitle(example.place, fontsize=10, parse_math=False)
-        return _written(figure, folder, "labelled-sequence")
+        return write_figure(figure, folder, "loss-curves")
 
 
 def training_curve(
@@ -208,15 +118,15 @@ def training_curve(
     """Draws the training loss of each step with its running mean, and the watched loss, against the step.
 
     Args:
-        curves: from `read_training`.
-        folder: gets `training-curve.png` and `training-curve.svg`.
-        title: above the panel.
-        smoothing: the running mean is over a window of the steps that went before, this fraction of them all: 1/50.
+        curves: Stage → (steps, losses), as `read_training` gives them.
+        folder: Folder for `training-curve.png` and `training-curve.svg`.
+        title: Line above the panel.
+        smoothing: Divisor of the number of steps; the running mean is over so many steps before each: 1/50 of all.
     """
-    with plt.rc_context(_STYLE):
+    with plt.rc_context(STYLE):
         figure, panel = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
         for index, (stage, (steps, losses)) in enumerate(curves.items()):
-            colour = _LEARNED[index % len(_LEARNED)]
+            colour = LEARNED[index % len(LEARNED)]
             if stage == "train":
                 panel.plot(steps, losses, color=colour, linewidth=0.6, alpha=0.25)
                 mean = _running_mean(losses, max(1, len(losses) // smoothing))
@@ -230,29 +140,7 @@ def training_curve(
         panel.legend(frameon=False)
         if title:
             panel.set_title(title)
-        return _written(figure, folder, "training-curve")
-
-
-def neighbour_curves(curves: Mapping[str, np.ndarray], folder: Path, title: str = "") -> list[Path]:
-    """Draws A(k), the mean scaled distance to the k nearest neighbours: the mean over runs, and their range.
-
-    Args:
-        curves: label → [runs, n − 1], k from 1.
-        folder: gets `neighbour-curves.png` and `neighbour-curves.svg`.
-        title: above the panel.
-    """
-    with plt.rc_context(_STYLE):
-        figure, panel = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
-        for index, (label, runs) in enumerate(curves.items()):
-            colour, k = _LEARNED[index % len(_LEARNED)], np.arange(1, runs.shape[1] + 1)
-            panel.fill_between(k, runs.min(0), runs.max(0), color=colour, alpha=0.18, linewidth=0)
-            panel.plot(k, runs.mean(0), color=colour, linestyle=_DASHES[index % len(_DASHES)], label=label)
-        panel.set(xlabel="number of nearest neighbours k", ylabel="mean scaled distance A(k)", ylim=(0, None))
-        panel.grid(True, which="major", linewidth=0.4, alpha=0.5)
-        panel.legend(frameon=False)
-        if title:
-            panel.set_title(title)
-        return _written(figure, folder, "neighbour-curves")
+        return write_figure(figure, folder, "training-curve")
 
 
 def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
@@ -263,22 +151,11 @@ def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
     return np.asarray((sums[ends] - sums[starts]) / (ends - starts))
 
 
-def _written(figure: Figure, folder: Path, name: str) -> list[Path]:
-    """The figure as PNG and SVG, and closed."""
-    paths = [folder / f"{name}.{kind}" for kind in ("png", "svg")]
-    for path in paths:
-        with written_whole(path) as temporary:
-            metadata = {"Date": None} if path.suffix == ".svg" else None
-            figure.savefig(temporary, dpi=160, metadata=metadata)
-    plt.close(figure)
-    return paths
-
-
 def _panel(panel: Axes, bands: Mapping[tuple[str, str], Band], breaks: Sequence[int]) -> None:
     ordered = sorted(bands.items(), key=lambda item: item[0][1] != "learned")
     counts = {"learned": 0, "baseline": 0}
     for index, ((name, kind), band) in enumerate(ordered):
-        palette = _LEARNED if kind == "learned" else _BASELINES
+        palette = LEARNED if kind == "learned" else BASELINES
         colour = palette[counts[kind] % len(palette)]
         counts[kind] += 1
         pieces = breaks if kind == "baseline" else ()
@@ -290,8 +167,8 @@ def _panel(panel: Axes, bands: Mapping[tuple[str, str], Band], breaks: Sequence[
             mean,
             color=colour,
             linewidth=2.2 if kind == "learned" else 1.4,
-            linestyle=_DASHES[index % len(_DASHES)],
-            marker=_MARKERS[index % len(_MARKERS)],
+            linestyle=DASHES[index % len(DASHES)],
+            marker=MARKERS[index % len(MARKERS)],
             markersize=4.5,
             markevery=list(marks),
             label=name,

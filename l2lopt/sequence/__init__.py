@@ -1,6 +1,6 @@
-"""Layers over any cell. `make(cell, input_size, hidden_size, ...)` builds one as `nn.LSTM` is built.
+"""Recurrent layers over any cell. `make(cell, input_size, hidden_size, ...)` builds one as `nn.LSTM` is built.
 
-`run` takes one cell through time, by hand-derived passes where there are any; `loop.run` is the plain reference.
+`run` applies one cell to all time steps, by a hand-derived pass if the cell has one; `loop.run` is the plain reference.
 """
 
 from collections.abc import Mapping
@@ -29,23 +29,32 @@ def make(
     weight_drop: Mapping[str, float] | None = None,
     backend: str = "auto",
 ) -> Stack:
-    """A `Stack` of one kind of cell, as `nn.LSTM(input_size, hidden_size, num_layers, ...)` is.
+    """A `Stack` of one kind of cell, built and called like `nn.LSTM(input_size, hidden_size, num_layers, ...)`.
+
+    Example:
+        >>> import torch
+        >>> from l2lopt import sequence
+        >>> layer = sequence.make("gru", 3, 5, num_layers=2, bidirectional=True)
+        >>> output, h = layer(torch.randn(11, 4, 3))      # [T, B, N], like nn.GRU
+        >>> output.shape, h.shape
+        (torch.Size([11, 4, 10]), torch.Size([4, 4, 5]))
 
     Args:
-        cell: the name of a cell, or a mapping of its name and options.
+        cell: Name of a cell, or a mapping of its name and options.
         input_size: N.
         hidden_size: M, in each direction.
-        num_layers: at least 1.
-        output_size: the last layer's M, in each direction, where it is another (a language model that ties its
-            embedding goes 400 → 1150 → 1150 → 400); None stands for `hidden_size`.
-        bidirectional: a second cell per layer goes backward; layers above the first then read 2M features.
-        batch_first: see `Stack`.
-        dropout: see `Stack`.
-        weight_drop: see `Stack`.
-        backend: see `Stack`.
+        num_layers: Number of layers, at least 1.
+        output_size: M of the last layer, in each direction, if it differs (a language model that ties its embedding
+            has the sizes 400 → 1150 → 1150 → 400); None takes `hidden_size`.
+        bidirectional: Whether each layer has a second cell for the reverse direction; layers above the first then read
+            2M features.
+        batch_first: Whether the batch is the first axis of inputs and outputs, [B, T, ·] instead of [T, B, ·].
+        dropout: Probability p in [0, 1) of dropout between layers.
+        weight_drop: Weight of the cells → probability p in [0, 1) of weight drop, see `Stack`.
+        backend: Pass over time: "auto", "fast" or "loop", see `backends.run`.
 
     Raises:
-        UserError: for an unknown cell, option or backend, and for numbers out of range.
+        UserError: For an unknown cell, option or backend, and for numbers out of range.
     """
     if num_layers < 1:
         raise UserError("num_layers", expected="at least 1", found=str(num_layers), remedy="give a positive number")

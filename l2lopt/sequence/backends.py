@@ -1,4 +1,4 @@
-"""Which way a cell goes through time, chosen in one place: hand-derived, PyTorch's own kernel, or the plain loop."""
+"""The choice of a pass over time, in one place: hand-derived, a CUDA graph, PyTorch's own kernel, or the plain loop."""
 
 from collections.abc import Callable
 from typing import TypeAlias
@@ -24,10 +24,10 @@ RUNS: dict[str, Run] = {
 
 
 def check_backend(backend: str) -> str:
-    """A name among `BACKENDS`.
+    """Gives a name in `BACKENDS` back.
 
     Raises:
-        UserError: for another.
+        UserError: For any other name.
     """
     if backend not in BACKENDS:
         remedy = did_you_mean(backend, BACKENDS)
@@ -36,19 +36,23 @@ def check_backend(backend: str) -> str:
 
 
 def backend(cell: Cell, x: Tensor, lengths: Tensor | None = None) -> tuple[str, str | None]:
-    """The name in `RUNS` that "auto" takes for a call at this moment, and why it is the loop, if it is.
+    """The name in `RUNS` that "auto" takes for a call at this moment, and the reason if it is "loop".
 
-    "by-hand" wherever it can be; on a GPU "torch" for an LSTM without lengths (cuDNN's kernel), else "graph"; both
-    without a second derivative, neither measured. The loop under `torch.func`, `vmap`, forward-mode differentiation and
-    `torch.compile`, for cells without a hand-derived pass, with hooks or with parametrizations (pruning, spectral
-    norm), on the meta device, and where precisions are mixed outside autocast. A second
-    derivative is only asked for on the way back: "by-hand" then runs the loop again, with a tape.
+    On a CPU "by-hand"; on a GPU "torch" for an LSTM without lengths (cuDNN's kernel), otherwise "graph"; neither of the
+    two has a second derivative, and neither has been timed. "loop" under `torch.func`, `vmap`, forward-mode
+    differentiation and `torch.compile`, for cells without a hand-derived pass, with hooks or with parametrizations
+    (pruning, spectral norm), on the meta device, and for mixed precisions outside autocast. Whether a second derivative
+    is wanted is known during the backward pass only: "by-hand" then runs the loop again, on autograd's tape.
 
     Args:
-        cell: the step.
-        x: the inputs [T, N, *batch].
-        lengths: as in `loop.run`.
+        cell: Cell to run.
+        x: Inputs, [T, N, *batch].
+        lengths: Number of steps of each sequence, [*batch]; None for T everywhere.
+
+    Returns:
+        The name, and the reason for "loop", else None.
     """
+    # These transforms trace the operations of the loop; a custom autograd.Function that works in place hides them.
     if torch._C._are_functorch_transforms_active():
         return "loop", "a transform of torch.func is at work"
     if forward_ad._current_level >= 0:
@@ -68,7 +72,7 @@ def backend(cell: Cell, x: Tensor, lengths: Tensor | None = None) -> tuple[str, 
 
 
 def refusal(cell: Cell, x: Tensor) -> str | None:
-    """Why a cell has no hand-derived pass over such inputs, or None where it has one."""
+    """The reason why a cell has no hand-derived pass over such inputs; None if it has one."""
     if type(cell) is Stacked:
         return next((reason for layer in cell.cells() if (reason := refusal(layer, x))), None)
     if any(_watched(part) for part in cell.modules()):
@@ -88,7 +92,8 @@ def refusal(cell: Cell, x: Tensor) -> str | None:
 
 
 def _watched(module: nn.Module) -> bool:
-    """Whether a call of the module does more than its `forward`, or its weights are made of others."""
+    """Whether a call of the module does more than its `forward`, or computes its weights from others."""
+    # A hand-derived pass reads the weights and never calls the cell, so it would skip hooks without a word.
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(hooks) or is_parametrized(module)
 
@@ -101,18 +106,22 @@ def run(
     reverse: bool = False,
     choice: str = "auto",
 ) -> tuple[Tensor, CellState]:
-    """`loop.run`, by the way that `choice` names.
+    """Applies a cell to all time steps: `loop.run`, by the pass that `choice` names.
 
     Args:
-        cell: the step.
-        x: the inputs [T, N, *batch].
+        cell: Cell to run.
+        x: Inputs, [T, N, *batch].
         state: name → [size, *batch], the state before the first step.
-        lengths: steps of each sequence [*batch]; None stands for T everywhere.
-        reverse: from the last step to the first.
-        choice: "loop"; "fast", or a refusal with the reason; "auto", fast where it can be.
+        lengths: Number of steps of each sequence, [*batch]; None for T everywhere.
+        reverse: Whether the cell runs from the last step to the first.
+        choice: "loop"; "fast", any other pass, or an error with the reason if there is none; "auto", the fastest pass
+            that there is.
+
+    Returns:
+        The outputs [T, M, *batch] and the state after the last step.
 
     Raises:
-        UserError: for an unknown choice, and for "fast" where `backend` says the loop.
+        UserError: For an unknown choice, and for "fast" if `backend` gives "loop".
     """
     check_backend(choice)
     if choice == "loop":
@@ -135,12 +144,12 @@ def run(
 
 
 class Direction(nn.Module):
-    """A cell and the direction in which it goes through time, as a module: `run` with masked weights is one call of it.
+    """A cell with its direction in time, as a module, so that `functional_call` can replace the weights for one `run`.
 
     Args:
-        cell: the step.
-        reverse: whether it goes from the last step to the first.
-        choice: as in `run`.
+        cell: Cell to run.
+        reverse: Whether the cell runs from the last step to the first.
+        choice: "auto", "fast" or "loop", see `run`.
     """
 
     def __init__(self, cell: Cell, reverse: bool, choice: str = "auto") -> None:

@@ -1,4 +1,4 @@
-"""What a stack refuses: cells that do not chain, inputs that do not fit."""
+"""Errors of a stack: cells whose sizes do not match, inputs of another shape."""
 
 from collections.abc import Sequence
 
@@ -9,15 +9,16 @@ from l2lopt.core.errors import UserError
 
 
 def width(layer: Sequence[Cell]) -> int:
-    """Features of a layer's output: those of its directions together."""
+    """Number of features of a layer's output, over its directions."""
     return sum(cell.hidden_size for cell in layer)
 
 
 def check_layers(layers: Sequence[Sequence[Cell]]) -> None:
-    """Refuses layers that do not chain.
+    """Refuses layers whose sizes do not match.
 
     Raises:
-        UserError: for no layers, other than 1 or 2 cells in one, and input sizes that differ from the width below.
+        UserError: For no layers, for more than 2 cells or none in a layer, and for an input size that differs from the
+            width of the layer below.
     """
     if not layers:
         raise UserError("layers", expected="at least one", found="none", remedy="give a layer")
@@ -37,7 +38,7 @@ def check_input(x: Tensor, input_size: int) -> None:
     """Refuses inputs that are not [T, *batch, N].
 
     Raises:
-        UserError: for another rank or number of features.
+        UserError: For another rank or number of features.
     """
     if x.dim() < 2:
         expected, remedy = "[T, B, N] or, for one sequence, [T, N]", "reshape the input"

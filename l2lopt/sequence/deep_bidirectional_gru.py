@@ -22,21 +22,21 @@ def deep_bidirectional_gru(
     Layer 1, with a bias: h_t = tanh(W x_t + V h_p + b), p = t − 1 forward and t + 1 backward. Layers i > 1, without
     biases and with separate matrices for the two directions below (the columns of `weight_x` side by side):
     z, r = σ(W_1 h→ + W_2 h← + V h_p), h̃ = tanh(W_1 h→ + W_2 h← + r∘(V h_p)), h_t = z∘h_p + (1−z)∘h̃, each gate with
-    matrices of its own. Only the last layer is the output; the paper's softmax(U_1 h→ + U_2 h← + c) over it is a linear
-    layer 2M → classes. The paper prints h for h̃ in eq. 8 and another state than t + 1 in eq. 7.
+    separate matrices. The output is that of the last layer alone; the paper's softmax(U_1 h→ + U_2 h← + c) over it is a
+    linear layer 2M → classes. The paper prints h for h̃ in eq. 8 and another state than t + 1 in eq. 7.
 
     Args:
         input_size: N.
         hidden_size: M, in each direction.
-        num_layers: L, at least 1; the first is the plain one.
-        bidirectional: without it there are the forward directions alone, each reading M features below: what the
-            backward ones are worth shows beside it.
-        batch_first: see `Stack`.
-        dropout: see `Stack`.
-        weight_drop: see `Stack`.
+        num_layers: L, at least 1; the first layer is the plain one.
+        bidirectional: Whether there are backward directions; without them each layer reads M features of the one below,
+            the comparison that shows what the backward directions are worth.
+        batch_first: Whether the batch is the first axis of inputs and outputs.
+        dropout: Probability p in [0, 1) of dropout between layers.
+        weight_drop: Weight of the cells → probability p in [0, 1) of weight drop, see `Stack`.
 
     Raises:
-        UserError: for numbers out of range.
+        UserError: For numbers out of range.
     """
     if num_layers < 1:
         raise UserError("num_layers", expected="at least 1", found=str(num_layers), remedy="give a positive number")

@@ -1,4 +1,4 @@
-"""The plain loop of one cell over time: the reference of every faster way, which has the same signature."""
+"""The plain loop of one cell over time: the reference for every faster pass, all of which have its signature."""
 
 import torch
 from torch import Tensor
@@ -9,25 +9,26 @@ from l2lopt.cells import Cell, CellState
 def run(
     cell: Cell, x: Tensor, state: CellState, lengths: Tensor | None = None, reverse: bool = False
 ) -> tuple[Tensor, CellState]:
-    """All time steps of `cell`, features on the second axis.
+    """Applies a cell to all time steps, features on the second axis.
 
-    Sequence b takes its first `lengths[b]` steps and no other: beyond them its output is zero, its state stays as it
-    is, and whatever the padding holds (NaN too) reaches neither values nor gradients.
+    Of sequence b the first `lengths[b]` steps count: after them its output is zero and its state unchanged, and the
+    values of the padding, even NaN, reach neither outputs nor gradients.
 
     Args:
-        cell: the step, any cell.
-        x: inputs [T, N, *batch].
+        cell: Any cell.
+        x: Inputs, [T, N, *batch].
         state: name → [size, *batch], the state before the first step.
-        lengths: whole numbers in [0, T], [*batch]; None stands for T everywhere.
-        reverse: go from the last step to the first; a padded sequence starts at its own last step.
+        lengths: Whole numbers in [0, T], [*batch]; None for T everywhere.
+        reverse: Whether the cell runs from the last step to the first; a padded sequence starts at its own last step.
 
     Returns:
-        The outputs [T, M, *batch], in the order of x either way, and the state after the last step taken.
+        The outputs [T, M, *batch], ordered like x in either direction, and the state after the last step.
     """
     alive = None
     if lengths is not None:
         steps = torch.arange(x.shape[0], device=x.device)
         alive = steps.view(-1, *[1] * lengths.dim()) < lengths
+        # Zeros instead of the padding, before any step: NaN · 0 is NaN, so masking the gradient later would not do.
         x = torch.where(alive.unsqueeze(1), x, 0.0)
     inputs, outputs = x.unbind(0), []
     for t in reversed(range(len(inputs))) if reverse else range(len(inputs)):

@@ -1,4 +1,4 @@
-"""The random numbers of a stack: a mask per dropped weight and per dropout between layers, each scaled by 1/(1 − p)."""
+"""The random numbers of a stack: masks for dropped weights and for dropout between layers, scaled by 1/(1 − p)."""
 
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
@@ -14,10 +14,14 @@ Masks: TypeAlias = dict[str, Tensor]
 
 
 def check_share(where: str, share: float) -> float:
-    """A share of numbers to drop, p in [0, 1).
+    """A probability p in [0, 1) of dropping a number.
+
+    Args:
+        where: Name of the argument, for the error.
+        share: p.
 
     Raises:
-        UserError: for a share outside.
+        UserError: For a p outside [0, 1).
     """
     if not 0 <= share < 1:
         raise UserError(where, expected="a share in [0, 1)", found=str(share), remedy="change the value")
@@ -25,10 +29,14 @@ def check_share(where: str, share: float) -> float:
 
 
 def dropped_weights(layers: Sequence[Sequence[Cell]], weight_drop: Mapping[str, float]) -> dict[str, float]:
-    """The masks' names of the weights to drop, `"layer.direction.weight"` → share p.
+    """The names of the masks of weight drop, `"layer.direction.weight"` → p.
+
+    Args:
+        layers: The cells of each layer.
+        weight_drop: Weight of the cells → p; a cell without that weight is left alone.
 
     Raises:
-        UserError: for a weight that no cell has, or a share outside [0, 1).
+        UserError: For a weight that no cell has, or a p outside [0, 1).
     """
     owned = {
         f"{i}.{k}": [name for name, _ in cell.named_parameters()]
@@ -58,14 +66,14 @@ def draw(shape: Sequence[int], share: float, like: Tensor, generator: torch.Gene
 
 
 def check_masks(masks: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]) -> None:
-    """Refuses masks that nothing asks for, and masks of another shape.
+    """Refuses masks with an unknown name or another shape.
 
     Args:
         masks: name → mask.
-        shapes: name → shape, for everything that can be masked.
+        shapes: name → shape, of everything that can be masked.
 
     Raises:
-        UserError: for either.
+        UserError: For either mistake.
     """
     for name, mask in masks.items():
         if name not in shapes:
@@ -80,7 +88,13 @@ def check_masks(masks: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]
 
 
 def masked(direction: nn.Module, place: str, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of a direction, at `place` in the stack, that a mask changes; `functional_call` takes them."""
+    """The masked weights of a direction, for `functional_call`; those without a mask are left out.
+
+    Args:
+        direction: Module of one cell.
+        place: Prefix of its masks' names, `"layer.direction."`.
+        masks: name → mask.
+    """
     parameters = direction.named_parameters()
     named = ((name, weight, place + name.removeprefix("cell.")) for name, weight in parameters)
     return {name: weight * masks[mask] for name, weight, mask in named if mask in masks}

@@ -13,12 +13,19 @@ Lengths: TypeAlias = Sequence[int] | Tensor
 
 
 def check_lengths(lengths: Lengths, steps: int, batch: tuple[int, ...], device: torch.device) -> Tensor | None:
-    """`lengths` as a tensor [*batch] on `device`; None where every sequence has all the steps.
+    """`lengths` as a tensor [*batch] on `device`; None if every sequence has all T steps.
 
-    Those that differ between the rows of a `vmap` cannot be looked at: only their shape is checked.
+    The values of lengths that differ between the rows of a `vmap` cannot be read: only their shape is checked.
+
+    Args:
+        lengths: Number of steps of each sequence.
+        steps: T.
+        batch: Batch axes of the inputs.
+        device: Device of the inputs.
 
     Raises:
-        UserError: for another number of lengths than sequences, a length that is no whole number or outside [0, T].
+        UserError: For a number of lengths other than the number of sequences, and for a length that is no whole number
+            or outside [0, T].
     """
     given = (
         lengths if isinstance(lengths, Tensor) else torch.tensor(lengths, dtype=None if len(lengths) else torch.int64)

@@ -18,24 +18,35 @@ from l2lopt.sequence.states import StackState, join, split
 
 
 class Stack(nn.Module):
-    """`output, state = stack(x, state)`: what `nn.LSTM`, `nn.GRU` and `nn.RNN` do, over any cells.
+    """`output, state = stack(x, state)`: `nn.LSTM`, `nn.GRU` and `nn.RNN` for any cells.
 
-    Each layer reads the outputs of the one below, a bidirectional one's forward before its backward features; the
-    state's forms are those of `states`. Weight drop (Merity et al., "Regularizing and optimizing LSTM language
-    models", 2018) multiplies named weights by one mask per call, so that all time steps share it; the stack's own
-    parameters stay the raw weights. Dropout follows every layer but the last. Both are off in `eval`. A pure loss gets
-    its masks from `draw_masks` and passes them in; what is passed in is used in either mode.
+    Each layer reads the outputs of the one below, forward features before backward ones; `states` lists the forms of
+    the state. Weight drop (Merity et al., "Regularizing and optimizing LSTM language models", 2018) multiplies named
+    weights by one mask per call, which all time steps share; the parameters of the stack stay the unmasked weights.
+    Dropout follows every layer but the last. In `eval` neither is applied. A loss that must be a pure function takes
+    its masks from `draw_masks` and passes them in; masks that are passed in are applied in either mode.
+
+    Example:
+        >>> import torch
+        >>> from l2lopt import cells, sequence
+        >>> stack = sequence.Stack([[cells.make("lstm", 3, 8)], [cells.make("ihc-lstm", 8, 5)]], dropout=0.2)
+        >>> x = torch.randn(11, 4, 3)
+        >>> masks = stack.draw_masks(x, torch.Generator().manual_seed(0))
+        >>> output, state = stack(x, lengths=[11, 7, 9, 2], masks=masks)
+        >>> output.shape, len(state)
+        (torch.Size([11, 4, 5]), 2)
 
     Args:
-        layers: per layer its cell, or its forward and its backward cell.
-        dropout: p in [0, 1) between layers.
-        weight_drop: weight of the cells → p in [0, 1); each cell that has the weight drops it.
-        batch_first: x is [B, T, N] and the output [B, T, M] instead of [T, B, N] and [T, B, M]. States are not touched.
-        backend: the way through time: "auto", "fast" or "loop", see `backends.run`.
+        layers: Cells of each layer: one, or a forward and a backward one.
+        dropout: Probability p in [0, 1) of dropout between layers.
+        weight_drop: Weight of the cells → probability p in [0, 1); it applies to each cell that has such a weight.
+        batch_first: Whether x is [B, T, N] and the output [B, T, M] instead of [T, B, N] and [T, B, M]. States keep
+            their axes.
+        backend: Pass over time: "auto", "fast" or "loop", see `backends.run`.
 
     Raises:
-        UserError: for no layers, other than 1 or 2 directions, sizes that do not chain, a share or a name out of range,
-            an unknown backend.
+        UserError: For no layers, more than 2 directions, sizes that do not match, a probability out of range, and an
+            unknown weight or backend.
     """
 
     def __init__(
@@ -69,14 +80,14 @@ class Stack(nn.Module):
         """The outputs of the last layer and the final state of every cell.
 
         Args:
-            x: [T, B, N], [B, T, N] with `batch_first`, or packed. One sequence is [T, N]; further axes are a batch too,
-                [T, 2, B, N] or [2, B, T, N] for cells over pairs.
-            state: the initial state, None for the cells' own.
-            lengths: steps of each sequence, x's batch axes, in [0, T]; outputs beyond them are zero.
-            masks: the random numbers, see `draw_masks`; None draws them in `train` and has none in `eval`.
+            x: Inputs, [T, B, N], [B, T, N] with `batch_first`, or packed. One sequence is [T, N]; further axes are
+                batch axes, [T, 2, B, N] or [2, B, T, N] for cells over pairs.
+            state: Initial state; None for zeros.
+            lengths: Number of steps of each sequence in [0, T], of the shape of x's batch axes; later outputs are zero.
+            masks: Random numbers, see `draw_masks`; None draws them in `train` and applies none in `eval`.
 
         Raises:
-            UserError: for an input, a state, lengths or masks that do not fit.
+            UserError: For an input, a state, lengths or masks that do not fit.
         """
         if isinstance(x, PackedSequence):
             if lengths is not None:
@@ -92,12 +103,12 @@ class Stack(nn.Module):
 
     @property
     def num_layers(self) -> int:
-        """How many layers there are."""
+        """Number of layers."""
         return len(self.layers)
 
     @property
     def bidirectional(self) -> bool:
-        """Whether the last layer goes both ways."""
+        """Whether the last layer has two directions."""
         return len(self._grid()[-1]) == 2
 
     @property
@@ -106,10 +117,15 @@ class Stack(nn.Module):
         return self.widths[-1] // len(self._grid()[-1])
 
     def flatten_parameters(self) -> None:
-        """Nothing: for code that was written for `nn.LSTM`."""
+        """Does nothing; it exists for code that was written for `nn.LSTM`."""
 
     def draw_masks(self, x: Tensor | PackedSequence, generator: torch.Generator | None = None) -> m.Masks:
-        """Fresh masks for a call on x, of its shape, dtype and device, in either mode."""
+        """Draws masks for a call on x, of its dtype and device, in either mode.
+
+        Args:
+            x: Inputs of that call.
+            generator: Source of the random numbers; None takes PyTorch's global one.
+        """
         if isinstance(x, PackedSequence):
             x = unpack(x)[0]
         elif self.batch_first:
@@ -117,7 +133,7 @@ class Stack(nn.Module):
         return self._draw(x, generator)
 
     def backends(self, x: Tensor, lengths: Lengths | None = None) -> dict[str, tuple[str, str | None]]:
-        """The way that "auto" takes for a call on x at this moment, and why it is the loop, where it is.
+        """The pass that "auto" takes for a call on x at this moment, and the reason if it is the loop.
 
         `"layer.direction"` → (name, reason), see `backends.backend`.
         """

@@ -1,8 +1,8 @@
-"""The state of a stack as its callers see it: PyTorch's forms where a cell has them, else one mapping per cell.
+"""The state of a stack in the form that callers see: PyTorch's form if there is one, else one mapping per cell.
 
-A cell with the state h: a tensor h [L·D, B, M], as `nn.GRU` has. With h and c: a pair of them, as `nn.LSTM` has. Any
-other cell, or sizes that differ between layers: a list of L·D mappings, name → [B, size], layer by layer, the forward
-direction first. Lists of mappings are taken from every cell. A single sequence has no axis B.
+For cells whose state is h: a tensor h [L·D, B, M], as for `nn.GRU`. With h and c: a pair of tensors, as for `nn.LSTM`.
+For any other cell, or sizes that differ between layers: a list of L·D mappings, name → [B, size], layer by layer, the
+forward direction first. A list of mappings is accepted for every cell. A single sequence has no axis B.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ REMEDY = "give the state in the form the layer returns it, or None for the initi
 
 
 def join(states: Sequence[CellState]) -> StackState:
-    """The cells' states, name → [size, *batch] each, in the callers' form."""
+    """The states of the cells, each name → [size, *batch], in the form for callers."""
     outside = [{name: value.movedim(0, -1) for name, value in state.items()} for state in states]
     names = _torch_names(states)
     if names is None:
@@ -30,10 +30,14 @@ def join(states: Sequence[CellState]) -> StackState:
 
 
 def split(state: StackState, initial: Sequence[CellState]) -> list[CellState]:
-    """A state in the callers' form to one per cell, shaped as the `initial` ones.
+    """The inverse of `join`.
+
+    Args:
+        state: State in the form for callers.
+        initial: Initial state of each cell, for names and shapes.
 
     Raises:
-        UserError: for another form, other names or other shapes.
+        UserError: For another form, other names or other shapes.
     """
     names = _torch_names(initial)
     parts: list[Mapping[str, Tensor]]

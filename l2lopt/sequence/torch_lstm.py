@@ -9,9 +9,9 @@ from l2lopt.cells import LSTM, Cell, CellState
 def run(
     cell: Cell, x: Tensor, state: CellState, lengths: Tensor | None = None, reverse: bool = False
 ) -> tuple[Tensor, CellState]:
-    """What `loop.run` gives for an `LSTM` without lengths; any weights, masked ones too.
+    """`loop.run` for an `LSTM` without lengths, with any weights, masked ones included.
 
-    The gates lie in PyTorch's order; of its two biases the second is zero where the cell has one.
+    Our gates have PyTorch's order. PyTorch has two biases: the second is zero for a cell with one.
     """
     assert isinstance(cell, LSTM)
     assert lengths is None

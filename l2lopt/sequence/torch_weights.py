@@ -15,12 +15,22 @@ CONVERSIONS: dict[type[nn.RNNBase], Callable[[nn.RNNBase, dict[str, Tensor]], Ce
 
 
 def from_torch(module: nn.RNNBase) -> Stack:
-    """A stack that computes what `module` does: the same call, copies of its weights, its dropout and layout.
+    """A stack that is called like `module` and computes the same, with copies of its weights.
 
-    A module without biases gets biases of zero, which train.
+    A module without biases becomes a stack with biases of zero, which are trained.
+
+    Example:
+        >>> import torch
+        >>> from l2lopt import sequence
+        >>> module, x = torch.nn.LSTM(3, 5, num_layers=2), torch.randn(11, 4, 3)
+        >>> torch.allclose(sequence.from_torch(module)(x)[0], module(x)[0], atol=1e-6)
+        True
+
+    Args:
+        module: An `nn.LSTM`, `nn.GRU` or `nn.RNN`; its dropout, layout and mode are copied too.
 
     Raises:
-        UserError: for a class that has no conversion yet, and for `proj_size`.
+        UserError: For a class that has no conversion yet, and for `proj_size`.
     """
     if type(module) not in CONVERSIONS:
         known = ", ".join(sorted(f"nn.{kind.__name__}" for kind in CONVERSIONS))
@@ -47,12 +57,12 @@ def _weights(module: nn.RNNBase, suffix: str) -> dict[str, Tensor]:
 
 
 def _lstm(module: nn.RNNBase, weights: dict[str, Tensor]) -> Cell:
-    """Our gates lie in PyTorch's order; its two biases only ever act as their sum."""
+    """Our gates have PyTorch's order; its two biases act through their sum alone."""
     return _filled(cells.make("lstm", *_sizes(weights)), _one_bias(weights))
 
 
 def _gru(module: nn.RNNBase, weights: dict[str, Tensor]) -> Cell:
-    """Both biases stay: the reset gate acts on one of them."""
+    """Both biases are needed: the reset gate multiplies one of them."""
     cell = cells.make("gru", *_sizes(weights), update="kept", reset="after", biases="two")
     return _filled(cell, _one_bias(weights) | {"bias": weights["bias_ih"], "bias_h": weights["bias_hh"]})
 

@@ -1,4 +1,4 @@
-"""Checkpoints of long work: written by rename, taken up only by the work they came from."""
+"""Checkpoints of long work: written by rename, and loaded only by the work that wrote them."""
 
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -13,32 +13,37 @@ from l2lopt.storage import tensor_file
 
 
 class Checkpoint(Protocol):
-    """Where long work keeps its place."""
+    """Where long work saves its progress."""
 
     def save(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Keeps the place, in the stead of the last one."""
+        """Replaces the checkpoint.
+
+        Args:
+            facts: Values that JSON can express.
+            tensors: name → tensor.
+        """
 
     def load(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-        """The place last kept, or None."""
+        """The facts and tensors of the last `save`; None before the first."""
 
 
 class NoCheckpoint:
-    """The `Checkpoint` that keeps nothing."""
+    """The `Checkpoint` that saves nothing."""
 
     def save(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def load(self) -> None:
-        """Nothing is kept."""
+        """None: nothing is ever saved."""
 
 
 class CheckpointFile:
     """A `Checkpoint` in a safetensors file.
 
     Args:
-        path: of the file.
-        work: what the work is, as nested tables; a checkpoint of other work, or of another version of l2lopt or
-            PyTorch, is refused with what differs.
+        path: File to write and read.
+        work: Description of the work as nested tables, such as its config. A checkpoint of other work, or of another
+            release of l2lopt or PyTorch, is refused with the values that differ.
     """
 
     def __init__(self, path: Path, work: Mapping[str, Any]) -> None:
@@ -46,14 +51,14 @@ class CheckpointFile:
         self.work = flat({"l2lopt": version("l2lopt"), "torch": torch.__version__, **work})
 
     def save(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Writes the file by rename: a kill at any moment leaves this place or the last."""
+        """Writes the file by rename: a kill at any moment leaves this checkpoint or the one before, whole."""
         tensor_file.write(self.path, "l2lopt.checkpoint", {"work": self.work, "facts": dict(facts)}, tensors)
 
     def load(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-        """The place last kept, or None without a file.
+        """The facts and tensors in the file; None if there is no file.
 
         Raises:
-            UserError: for a damaged file, or one of other work.
+            UserError: For a damaged file, or one of other work.
         """
         if not self.path.exists():
             return None
@@ -69,7 +74,7 @@ class CheckpointFile:
 
 
 def flat(table: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Nested tables as one, the keys joined by dots."""
+    """Nested tables as one table, whose keys are paths joined by dots."""
     result: dict[str, Any] = {}
     for key, value in table.items():
         result |= flat(value, f"{above}{key}.") if isinstance(value, Mapping) else {f"{above}{key}": value}
@@ -77,9 +82,16 @@ def flat(table: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def pack(tree: Any, above: str = "") -> tuple[Any, dict[str, Tensor]]:
-    """Nested dicts, lists and tuples of tensors and plain values, as what JSON can say and tensors by their place.
+    """Splits nested dicts, lists and tuples into a value for JSON and the tensors, named by their path.
 
-    JSON knows neither tensors, nor tuples, nor keys other than strings: they become tables of one entry.
+    JSON knows neither tensors, nor tuples, nor keys other than strings: each becomes a table of one entry, whose key
+    names the kind. `unpack` puts both together again.
+
+    Example:
+        >>> import torch
+        >>> from l2lopt.storage.checkpoint import pack
+        >>> pack({"a": [torch.ones(2), 3]})
+        ({'dict': [['a', {'list': [{'tensor': 'a/0'}, 3]}]]}, {'a/0': tensor([1., 1.])})
     """
     if isinstance(tree, Tensor):
         return {"tensor": above}, {above: tree}
@@ -97,7 +109,7 @@ def pack(tree: Any, above: str = "") -> tuple[Any, dict[str, Tensor]]:
 
 
 def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `pack` was given, each tensor a copy."""
+    """The inverse of `pack`; each tensor is a copy, so that the loaded file can be dropped."""
     if not isinstance(packed, dict):
         return packed
     ((kind, content),) = packed.items()

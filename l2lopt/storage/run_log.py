@@ -1,10 +1,10 @@
-"""What a run leaves behind: `metrics.jsonl`, TensorBoard events, and files written by rename."""
+"""The log of a run, `metrics.jsonl` and TensorBoard events, and files written by rename."""
 
 import json
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Recorder(Protocol):
-    """Takes the figures of long work as they come."""
+    """Receives the figures of long work while it runs."""
 
     def write(self, stage: str, step: int, figures: Mapping[str, float]) -> None:
         """Figures of `stage` at `step`."""
@@ -29,13 +29,14 @@ class Records:
     """A `Recorder` into a run's folder: a line of `metrics.jsonl` and TensorBoard scalars for every call.
 
     Args:
-        folder: the run's.
-        after: the last step that stands; what an interrupted run has recorded beyond it is dropped.
-        pending: a stage of that step that does not stand yet.
+        folder: Folder of the run.
+        after: Last step to keep from an earlier log, the step of the checkpoint; an interrupted run may have logged
+            later steps, which will be run again.
+        pending: A stage whose lines at step `after` are dropped as well: the checkpoint was written before it.
     """
 
     def __init__(self, folder: Path, after: int = -1, pending: str | None = None) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # half a second that only a run needs
+        from torch.utils.tensorboard import SummaryWriter  # imported here: it takes half a second
 
         path = folder / "metrics.jsonl"
         if path.exists():
@@ -64,18 +65,24 @@ class Records:
 
 
 class NoRecords:
-    """The `Recorder` that keeps nothing."""
+    """The `Recorder` that records nothing."""
 
     def write(self, stage: str, step: int, figures: Mapping[str, float]) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def show(self, name: str, step: int, images: "Tensor") -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path` that takes its place when the block ends well, and vanishes when it does not."""
+    """A temporary path beside `path`, renamed to `path` when the block ends, deleted when the block raises.
+
+    Readers see the old file or the new one, never half of one, since a rename within a folder is atomic.
+
+    Args:
+        path: File to write; its folder is made if need be.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=path.suffix, dir=path.parent)
     os.close(handle)
@@ -99,26 +106,16 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(_finite(value), indent=2) + "\n")
 
 
-def write_projector(folder: Path, points: Sequence[Sequence[float]], columns: Mapping[str, Sequence[str]]) -> None:
-    """Points with labels for TensorBoard's embedding projector, in a folder where it looks for runs.
+def existing(path: Path, what: str, remedy: str) -> Path:
+    """`path`, if it is a file.
 
     Args:
-        folder: gets `embedding.tsv`, `embedding-labels.tsv` and `projector_config.pbtxt`.
-        points: [n][size].
-        columns: name → n labels; two columns or more, one alone has no header there.
-    """
-    rows = ["\t".join(columns), *("\t".join(row) for row in zip(*columns.values(), strict=True))]
-    write_text(folder / "embedding.tsv", "".join("\t".join(f"{x:.6g}" for x in point) + "\n" for point in points))
-    write_text(folder / "embedding-labels.tsv", "".join(f"{row}\n" for row in rows))
-    paths = 'tensor_path: "embedding.tsv" metadata_path: "embedding-labels.tsv"'
-    write_text(folder / "projector_config.pbtxt", f'embeddings {{ tensor_name: "embedding" {paths} }}\n')
-
-
-def existing(path: Path, what: str, remedy: str) -> Path:
-    """`path` if it is a file.
+        path: Path to check.
+        what: Description of the file for the error, such as "a checkpoint".
+        remedy: Advice for the error.
 
     Raises:
-        UserError: otherwise.
+        UserError: If it is missing or a folder.
     """
     if not path.is_file():
         found = "a folder" if path.is_dir() else "nothing"
@@ -127,13 +124,13 @@ def existing(path: Path, what: str, remedy: str) -> Path:
 
 
 def _standing(path: Path, after: int, pending: str | None) -> Iterator[str]:
-    """The lines up to step `after`, there without those of `pending`; a kill may have cut the last one short."""
+    """The lines of a log up to step `after`, without those of the stage `pending` at that step."""
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
         try:
             facts = json.loads(line)
             if facts["step"] <= after and (facts["stage"], facts["step"]) != (pending, after):
                 yield line
-        except ValueError:
+        except ValueError:  # a kill has cut the last line short
             return
 
 

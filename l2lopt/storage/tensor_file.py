@@ -17,28 +17,36 @@ def write(path: Path, key: str, header: Mapping[str, Any], tensors: Mapping[str,
     """Writes `tensors` and `header`; equal contents give equal bytes.
 
     Args:
-        path: of the file.
-        key: what kind of file it is.
-        header: anything JSON can say, infinities included.
-        tensors: by name.
+        path: File to write.
+        key: Kind of the file, such as "l2lopt.checkpoint"; `read` asks for the same.
+        header: Any value that JSON can express, infinities included.
+        tensors: name → tensor, on any device.
     """
+    # Clones: safetensors refuses tensors that share memory, as views of one flat vector do.
     own = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
     with written_whole(path) as temporary:
-        # One key: the order of several would differ from one process to the next, and with it the file's bytes.
+        # A single key: safetensors keeps several in a hash map, whose order (and so the file's bytes) changes from one
+        # process to the next.
         save_file(own, temporary, metadata={key: json.dumps(header, sort_keys=True)})
 
 
 def read(path: Path, key: str, what: str, remedy: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The header and tensors of a file that `write` has written under `key`.
+    """The header and tensors of a file of `write`.
+
+    Args:
+        path: File to read.
+        key: Kind of the file, as given to `write`.
+        what: Description of such a file for the error, such as "a checkpoint".
+        remedy: Advice for the error.
 
     Raises:
-        UserError: for a missing, damaged or foreign file; `what` says what it should be, `remedy` what to do.
+        UserError: For a missing or damaged file, or one of another kind.
     """
     existing(path, what, remedy)
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a mapping: it cannot be iterated over
     except (SafetensorError, OSError) as error:
         raise UserError(str(path), expected="a whole safetensors file", found=str(error), remedy=remedy) from None
     try:

@@ -190,9 +190,9 @@ class InnerRuns:
             draw = torch.rand(flat.shape, generator=generator("scaling", seed), dtype=flat.dtype)
             scale = torch.exp(self.settings.scaling * (2 * draw - 1)).to(flat.device)
             flat = flat / scale
-        carry = Carry(flat, aux, self.optimiser.init(layout, like=flat))
-        estimator_state = self.estimator.init(carry, self.optimiser.phi(), seed)
         length = self.settings.draw_length(generator("length", seed), position.update)
+        carry = Carry(flat, aux, self.optimiser.init(layout, like=flat, total_steps=length))
+        estimator_state = self.estimator.init(carry, self.optimiser.phi(), seed)
         return InnerRun(seed, optimisee, length, layout, scale, carry, estimator_state)
 
     def _plan(self, run: InnerRun) -> None:

@@ -61,8 +61,7 @@ def meta_train(
     of steps, averages those that are finite, clips the mean and hands it to Adam. An unroll that is not finite is
     counted and left out, and a new run begins in the place of its run.
 
-    Within `processes.together` every rank makes some runs of the batch, all follow the same meta-gradient, and the
-    result equals that of one process to the bit. Rank 0 alone writes.
+    Within `processes.together` the ranks share the batch's runs, to the bits of one process. Rank 0 alone writes.
 
     Args:
         optimiser: The learned optimiser.
@@ -70,7 +69,7 @@ def meta_train(
         estimator: The estimator of the meta-gradient.
         settings: The settings of the meta-updates.
         unroll_settings: The settings of the inner runs.
-        score: The validation score of an optimiser, lower is better. It is called before the first meta-update, after
+        score: The validation score of an optimiser, lower is better, asked for before the first meta-update, after
             every `validate_every`, and after the last.
         seed: The seed of the inner runs.
         backend: The backend of the optimiser's steps that need no tape; see `kernels.fast`.
@@ -85,16 +84,12 @@ def meta_train(
     Examples:
         >>> import optimisees
         >>> from l2lopt import estimators, optimisers
+        >>> from l2lopt.training.meta_train import meta_train
         >>> from l2lopt.training.settings import MetaTrainSettings, UnrollSettings
         >>> optimiser = optimisers.make("coordinatewise", hidden_size=4)
-        >>> result = meta_train(
-        ...     optimiser,
-        ...     [optimisees.make("quadratic", size=3)],
-        ...     estimators.make("blockwise"),
-        ...     MetaTrainSettings(updates=2),
-        ...     UnrollSettings(length=5),
-        ...     score=lambda optimiser: 0.0,  # no validation
-        ... )
+        >>> problems, estimator = [optimisees.make("quadratic", size=3)], estimators.make("blockwise")
+        >>> updates, runs = MetaTrainSettings(updates=2), UnrollSettings(length=5)
+        >>> result = meta_train(optimiser, problems, estimator, updates, runs, score=lambda optimiser: 0.0)
         >>> result.inner_steps
         10
     """
@@ -112,14 +107,13 @@ def meta_train(
 
     if saved := checkpoint.load():
         loop.load_state_dict(*saved)
-    if loop.validation_due:  # before the first meta-update, or after an interruption of a validation
+    if loop.validation_due:  # before the first meta-update, or after a validation that was interrupted
         loop.validate()
         save()
     while loop.update < settings.updates:
         figures = loop.step()
         report("meta-train", loop.update, settings.updates, figures)
-        checkpoint_due = loop.update % settings.checkpoint_every == 0 or loop.update == settings.updates
-        if checkpoint_due:
+        if checkpoint_due := loop.update % settings.checkpoint_every == 0 or loop.update == settings.updates:
             save()
         if loop.validation_due:
             loop.validate()

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from l2lopt.core.settings import Settings
 from l2lopt.core.types import Aux, Batch, Params, Report, detach, seed_of, silent
-from l2lopt.optimisee import Optimisee, Split, StepFacts, measure
+from l2lopt.optimisee import Optimisee, Split, StepInfo, measure
 from l2lopt.optimisers.schedules import multiplier, set_rates
 from l2lopt.storage.checkpoint import Checkpoint, NoCheckpoint, pack, unpack
 from l2lopt.storage.run_log import NoRecords, Recorder
@@ -126,7 +126,7 @@ def train(
         settings: Steps, splits and schedule.
         seed: The seed of initial values and batches.
         records: The recorder of the figures: the training loss of each step as stage "train", the watched split's
-            figures under the split's name, and the optimisee's pictures at every evaluation.
+            figures under the split's name, and the optimisee's images at every evaluation.
         report: The function that is told the progress.
         checkpoint: The checkpoint that training goes on from, if there is one, and that it writes; the result is the
             same to the bit.
@@ -134,6 +134,7 @@ def train(
     Examples:
         >>> from functools import partial
         >>> import optimisees, torch
+        >>> from l2lopt.training.train import TrainSettings, train
         >>> quadratic = optimisees.make("quadratic", size=3)
         >>> result = train(quadratic, partial(torch.optim.SGD, lr=0.02), TrainSettings(steps=20))
         >>> result.steps, result.diverged
@@ -236,7 +237,7 @@ class _Training:
         figures = measure(self.optimisee, split, self.seed, self._averaged_params, self.aux)
         self.records.write(split, self.steps_made, figures)
         self.watched.append(figures)
-        for name, images in self.optimisee.pictures(self._averaged_params).items():
+        for name, images in self.optimisee.images(self._averaged_params).items():
             self.records.show(name, self.steps_made, images)
         if not math.isfinite(figures["loss"]):
             self.diverged = self.steps_made
@@ -291,7 +292,7 @@ class _Training:
         """The mean of the parameters once there is one; until then the parameters."""
         return self.mean if self.averaged else self.params
 
-    def _update(self, batch: Batch) -> tuple[dict[str, float], StepFacts]:
+    def _update(self, batch: Batch) -> tuple[dict[str, float], StepInfo]:
         """One step of the optimiser on a batch: what is recorded of it, and what the optimisee says of it."""
         before, figures = self.aux, dict[str, float]()
 
@@ -305,7 +306,7 @@ class _Training:
             return loss.detach(), detach(aux)
 
         loss, aux = evaluate()
-        facts = self.optimisee.step_facts(batch, aux)
+        facts = self.optimisee.step_info(batch, aux)
         factor = self.settings.multiplier(self.steps_made, self.steps) * facts.rate
         rates = [rate * factor for rate in self.rates]
         set_rates(self.optimizer, rates)
@@ -361,7 +362,7 @@ class _Clock:
 def _evaluations(optimisee: Optimisee, settings: TrainSettings, seed: int) -> list[int]:
     """The steps after which there is an evaluation; the last of them is the end."""
     if settings.epochs:
-        return [optimisee.epoch(settings.splits[0], seed, number) for number in range(1, settings.epochs + 1)]
+        return [optimisee.epoch_start(settings.splits[0], seed, number) for number in range(1, settings.epochs + 1)]
     return sorted({*range(settings.evaluate_every, settings.steps, settings.evaluate_every), settings.steps})
 
 

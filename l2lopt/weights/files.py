@@ -1,12 +1,13 @@
-"""Learned optimisers as safetensors files; the header says how to build the optimiser. Nothing is unpickled.
+"""Learned optimisers as safetensors files, whose header says how to build the optimiser. Nothing is unpickled.
 
-Those in `pretrained/` travel with the package and are found by name.
+The files in `pretrained/` come with the package and are found by name.
 """
 
 import hashlib
 import json
 import re
 from collections.abc import Mapping
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from l2lopt import cells, optimisers
+from l2lopt.core import registry
 from l2lopt.core.errors import UserError
 from l2lopt.core.types import Layout
 from l2lopt.optimisers import Optimiser
@@ -22,16 +24,22 @@ from l2lopt.storage import tensor_file
 from l2lopt.storage.run_log import existing
 
 VERSION = 1
-"""Of the file's layout: the header's one key `l2lopt` holds {"version", "release", "optimiser", "training"} as JSON."""
+"""Version of the file layout: the header's one key `l2lopt` holds {"version", "release", "optimiser", "training"}."""
 DIGEST = 2
 """Of what `digest` makes. The first version stood without a number, and changed with the name of any class of ours."""
 _ASIDE = ("training", "description")
 HOME = Path(__file__).with_name("pretrained")
-"""Where the files are that travel with the package."""
+"""Folder of the files that come with the package."""
 
 
 def list_weights() -> list[str]:
-    """The names of the learned optimisers that come with the package; `header(name)` has their recipe and figures."""
+    """The names of the learned optimisers that come with the package; `weights.files.header(name)` has their recipe.
+
+    Example:
+        >>> import l2lopt
+        >>> l2lopt.list_weights()
+        ['ihc-lstm', 'lstm']
+    """
     return sorted(path.stem for path in HOME.glob("*.safetensors"))
 
 
@@ -39,7 +47,7 @@ def find(weights: str | Path) -> Path:
     """The file of a name in `list_weights()`, or the path as it is.
 
     Raises:
-        UserError: where neither is there.
+        UserError: If there is no such name and no such file.
     """
     if isinstance(weights, str) and weights in list_weights():
         return HOME / f"{weights}.safetensors"
@@ -48,15 +56,26 @@ def find(weights: str | Path) -> Path:
 
 
 def save(optimiser: Optimiser, path: str | Path, training: Mapping[str, Any] | None = None) -> None:
-    """Writes φ, the buffers and the optimiser's description to a safetensors file, by rename.
+    """Writes φ, the buffers and the description of an optimiser to a safetensors file, by rename.
+
+    Example:
+        >>> import tempfile, l2lopt
+        >>> from l2lopt import optimisers
+        >>> optimiser = optimisers.make("coordinatewise", cell="lstm", hidden_size=4)
+        >>> path = tempfile.mkdtemp() + "/mine.safetensors"
+        >>> l2lopt.save(optimiser, path, training={"hours": 0})
+        >>> sum(value.numel() for value in l2lopt.load(path).parameters()) == sum(
+        ...     value.numel() for value in optimiser.parameters()
+        ... )
+        True
 
     Args:
-        optimiser: built by `optimisers.make`, so that it knows its description.
-        path: of the file.
-        training: what is worth knowing of its meta-training; kept in the header.
+        optimiser: Optimiser built by `optimisers.make`, which gives it its description.
+        path: File to write; its folder is made if need be.
+        training: Facts of its meta-training for the header, in values that JSON can express.
 
     Raises:
-        UserError: for an optimiser without a description.
+        UserError: For an optimiser without a description.
     """
     if optimiser.description is None:
         remedy = "build it with l2lopt.optimisers.make"
@@ -71,26 +90,44 @@ def save(optimiser: Optimiser, path: str | Path, training: Mapping[str, Any] | N
 
 
 def header(path: str | Path) -> dict[str, Any]:
-    """The header {"version", "release", "optimiser", "training"} of a file written by `save`, or of a name.
+    """The header of a file: a table of "version", "release", "optimiser" and "training".
 
-    "release" is that of the package which wrote the file; "training" what is known of the meta-training: its cost, and
-    for the weights in the package the config and a table of comparisons.
+    "release" is the release of l2lopt that wrote the file; "optimiser" the choice that builds it; "training" its
+    meta-training: the cost, and for the weights in the package the config and a table of comparisons.
+
+    Args:
+        path: File written by `save`, or a name in `list_weights()`.
 
     Raises:
-        UserError: for a missing, damaged or foreign file.
+        UserError: For a missing, damaged or foreign file.
     """
     return _read(find(path))[0]
 
 
-def load(path: str | Path) -> Optimiser:
-    """The optimiser in a file written by `save`, or of a name in `list_weights()`, built again with its φ.
+def load(path: str | Path, *, trusted: bool = False) -> Optimiser:
+    """Builds the optimiser of a file and loads its φ.
+
+    Example:
+        >>> import l2lopt
+        >>> optimiser = l2lopt.load("lstm")
+        >>> optimiser.description["name"]
+        'coordinatewise'
+
+    To train a model with it, pass the name or file to `l2lopt.LearnedOptimizer`.
+
+    Args:
+        path: File written by `save`, or a name in `list_weights()`.
+        trusted: Whether the file may name modules ("mypackage.mymodule:Cell") that are then imported. That runs their
+            code, so set it for your files only.
 
     Raises:
-        UserError: for a missing, damaged or foreign file, or one of another layout.
+        UserError: For a missing, damaged or foreign file, tensors that do not fit the description, or a file that names
+            a module.
     """
     path = find(path)
     read, tensors = _read(path)
-    optimiser = optimisers.build(read["optimiser"])
+    with nullcontext() if trusted else registry.only_registered():
+        optimiser = optimisers.build(read["optimiser"])
     wanted = {name: tuple(value.shape) for name, value in _numbers(optimiser).items()}
     found = {name: tuple(value.shape) for name, value in tensors.items()}
     if wanted != found:

@@ -9,23 +9,31 @@ from l2lopt.core.errors import UserError
 from l2lopt.weights import files
 
 FILE = "optimiser.safetensors"
-"""Its name in a repository of the hub."""
+"""Name of the file in a repository of the hub."""
 
 
 def push(weights: str | Path, repo: str, *, private: bool = False, token: str | None = None) -> str:
-    """Puts a learned optimiser into a repository of the hub, which is made if need be, and gives the commit's address.
+    """Uploads a learned optimiser to a repository of the hub.
+
+    Example:
+        >>> import l2lopt
+        >>> l2lopt.push("runs/mine/optimiser.safetensors", "ada/my-optimiser")  # doctest: +SKIP
+        'https://huggingface.co/ada/my-optimiser/commit/…'
 
     Args:
-        weights: a file written by `save`, or a name in `list_weights()`.
-        repo: "owner/name".
-        private: whether a repository that is made is private.
-        token: of the hub; by default the one that is logged in.
+        weights: File written by `save`, or a name in `list_weights()`.
+        repo: Repository, "owner/name"; it is made if need be.
+        private: Whether a repository that is made is private.
+        token: Access token; None takes that of the hub's own login.
+
+    Returns:
+        The address of the commit.
 
     Raises:
-        UserError: without the extra, for a file that is no learned optimiser, or a refusal of the hub.
+        UserError: If the extra is not installed, the file is no learned optimiser, or the hub refuses.
     """
     path = files.find(weights)
-    files.load(path)  # what cannot be loaded is not handed on
+    files.load(path)  # raises for a file that others could not load either
     with _hub(repo) as hub:
         api = hub.HfApi(token=token)
         api.create_repo(repo, private=private, exist_ok=True)
@@ -33,15 +41,23 @@ def push(weights: str | Path, repo: str, *, private: bool = False, token: str | 
 
 
 def pull(repo: str, *, revision: str | None = None, token: str | None = None) -> Path:
-    """The file of a learned optimiser in a repository of the hub, from the hub's cache where it is there already.
+    """Downloads a learned optimiser from a repository of the hub, or finds it in the hub's cache.
+
+    Example:
+        >>> import l2lopt
+        >>> path = l2lopt.pull("ada/my-optimiser")  # doctest: +SKIP
+        >>> optimiser = l2lopt.load(path)  # doctest: +SKIP
 
     Args:
-        repo: "owner/name".
-        revision: a branch, a tag or a commit; by default the newest.
-        token: of the hub; by default the one that is logged in.
+        repo: Repository, "owner/name".
+        revision: Branch, tag or commit; None takes the newest.
+        token: Access token; None takes that of the hub's own login.
+
+    Returns:
+        The path of the file in the cache.
 
     Raises:
-        UserError: without the extra, for a repository that is missing or cannot be reached, or a foreign file.
+        UserError: If the extra is not installed, the repository is missing or out of reach, or its file is foreign.
     """
     with _hub(repo) as hub:
         path = Path(hub.HfApi(token=token).hf_hub_download(repo, FILE, revision=revision))
@@ -51,7 +67,7 @@ def pull(repo: str, *, revision: str | None = None, token: str | None = None) ->
 
 @contextmanager
 def _hub(repo: str) -> Iterator[Any]:
-    """The hub's package, its refusals turned into one line."""
+    """The hub's package; its errors become a `UserError` of one line."""
     try:
         import huggingface_hub
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError

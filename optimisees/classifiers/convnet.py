@@ -29,17 +29,17 @@ def convnet(
     Three stages of 16 and 32 hidden units as in the paper's CIFAR-10 network: 5,722 parameters on the digits of 8×8.
 
     Args:
-        channels: of the stages; each halves the image, so that the digits allow three at most.
+        channels: Number of channels of each stage; each halves the image, so that the digits allow three at most.
         hidden: units of the fully connected layer.
-        batch_norm: after each convolution, which then has no bias of its own.
+        batch_norm: Whether batch normalisation follows each convolution, which then has no bias.
         dataset: "digits", or images as for `images.load`: "mnist", "cifar10", "svhn", a folder.
         data: the folder that data sets lie in; by default what L2LOPT_DATA says.
         download: fetch what is missing.
         evaluation_samples: evaluate each split on that many of its samples, drawn once and for all; none: on all.
         batch_size: samples a step; of the digits there are 1,300 to train on.
         heldout: the share of training samples held out of the inner steps of meta-training.
-        dtype: of data and parameters.
-        device: where they live.
+        dtype: Data type of data and parameters.
+        device: Device of data and parameters.
     """
     kind = getattr(torch, dtype)
     task = source(dataset, kind, data, download, device)

@@ -16,11 +16,11 @@ class Source(NamedTuple):
     """Samples, and how a model gets them.
 
     Attributes:
-        samples: in memory, in the form in which they are kept.
+        samples: Samples in memory, in their stored form.
         shape: channels, height and width of a sample.
-        classes: how many there are.
+        classes: Number of classes.
         wrapped: a model of flat samples in the dtype asked for → one of samples as they are kept.
-        device: where models live.
+        device: Device of data and models.
     """
 
     samples: InMemory
@@ -51,11 +51,11 @@ def source(
     """The source called "digits" (`datasets.digits`), or any of `images.load`, whose arguments the others are.
 
     Args:
-        dataset: its name, or the path of a folder of images.
-        dtype: of what models compute in.
+        dataset: Name of the data set, or path of a folder of images.
+        dtype: Data type that models compute in.
         data: the folder that data sets lie in; by default what L2LOPT_DATA says.
         download: fetch what is missing.
-        device: where models live.
+        device: Device of data and models.
     """
     if dataset == "digits":
         return Source(digits(dtype), (1, 8, 8), 10, lambda model: model, device)

@@ -33,14 +33,14 @@ def files(train: str, valid: str, test: str, minimum: int = 2) -> Labelled:
     The vocabulary is that of the training file, and so are the classes.
 
     Args:
-        train: its path.
-        valid: likewise.
-        test: likewise.
-        minimum: how often a token must occur in the training file to have a vector of its own; all others share that
-            of `<unk>`, which learns from the rarer ones.
+        train: Path of the training file.
+        valid: Path of the validation sentences.
+        test: Path of the test sentences.
+        minimum: Least number of a token's occurrences in the training file for a vector of its own; all others share
+            that of `<unk>`, which learns from the rarer ones.
 
     Raises:
-        UserError: as `read`, for a label that the training file does not have, and without the package seqeval.
+        UserError: For what `read` refuses, a label that the training file does not have, and a missing seqeval.
     """
     above_0("conll", minimum=minimum)
     _seqeval()
@@ -70,8 +70,8 @@ def read(path: str | Path, columns: int | None = None) -> list[list[Row]]:
     else begins an entity, as seqeval takes it.
 
     Args:
-        path: of the file, in UTF-8.
-        columns: how many there must be; by default as many as in the first line.
+        path: Path of the file, in UTF-8.
+        columns: Number of columns; by default that of the first line.
 
     Raises:
         UserError: for a missing or empty file, one that is not UTF-8, and by the number of its line for one with

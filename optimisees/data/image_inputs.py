@@ -16,9 +16,9 @@ class Normalised(nn.Module):
     """A model on images in uint8: they are normalised by the training set's mean and standard deviation per channel.
 
     Args:
-        model: takes [batch, channels, height, width] in the dtype of the statistics.
-        mean: per channel, in [0, 255].
-        deviation: likewise.
+        model: Model of images [batch, channels, height, width] in the dtype of the statistics.
+        mean: Mean of each channel, in [0, 255].
+        deviation: Standard deviation of each channel.
         channels_last: the model gets its images with the channels lying last in memory.
         autocast: the model computes in bfloat16 where that is safe; what it gives is of the dtype of the statistics.
     """

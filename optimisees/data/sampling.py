@@ -14,11 +14,11 @@ class Sampling:
     """Indices of samples, drawn without replacement within an epoch; an incomplete last batch is dropped.
 
     Args:
-        train: how many training samples there are.
-        test: how many test samples.
+        train: Number of training samples.
+        test: Number of test samples.
         batch_size: samples a step.
         heldout: the share of training samples that each seed holds out of the split `inner`.
-        evaluation_samples: how many samples of a split an evaluation takes, of `train` and `test` always the same;
+        evaluation_samples: Number of a split's samples in an evaluation, of `train` and `test` always the same;
             None: all.
 
     Raises:
@@ -58,13 +58,13 @@ class Sampling:
         return chosen[order[place * size : (place + 1) * size]]
 
     def evaluated(self, split: Split, seed: int) -> Tensor:
-        """What an evaluation takes."""
+        """Indices of the samples that an evaluation uses."""
         members, few = self.members(split, seed), self.evaluation_samples
         if few is not None and few < len(members):
             members = members[_permutation(len(members), seed_of("evaluation samples", split))[:few]]
         return members
 
-    def epoch(self, split: Split, seed: int, number: int) -> int:
+    def epoch_start(self, split: Split, seed: int, number: int) -> int:
         """The step at which pass `number` of full batches begins."""
         samples = len(self.members(split, seed))
         return number * (samples // min(self.batch_size, samples))

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from pathlib import Path
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +13,11 @@ from torch.func import functional_call
 from l2lopt.core.errors import above_0
 from l2lopt.core.registry import Choice
 from l2lopt.core.types import Aux, Batch, Params, generator, seed_of, seeded
-from l2lopt.optimisee import Optimisee, Split, StepFacts
+from l2lopt.optimisee import Optimisee, SampleRequest, SavedRun, Split, StepInfo
 from optimisees.data import images as sources
 from optimisees.data.datasets import InMemory, digest
 from optimisees.data.sampling import Sampling
+from optimisees.draw.artefacts import paint
 from optimisees.draw.network import Network, Painting, Shape, Trail
 
 _SHOWN = 16
@@ -26,16 +28,16 @@ class Counts(NamedTuple):
     """Parameters of a DRAW.
 
     Attributes:
-        total: of all.
-        encoder: of its cell.
-        decoder: likewise.
+        total: Number of all parameters.
+        encoder: Number in the encoder's cell.
+        decoder: Number in the decoder's cell.
     """
 
     total: int
     encoder: int
     decoder: int
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """In a line."""
         return f"{self.total:,} parameters, {self.encoder:,} of them the encoder's cell, {self.decoder:,} the decoder's"
 
@@ -50,29 +52,32 @@ class Draw(Optimisee):
     Args:
         dataset: "mnist", "svhn", "cifar10", or a folder of images; see `images.load`, as for the next three. Or the
             images themselves, uint8.
-        size: to which the images of a folder are scaled.
-        data: the folder that data sets lie in; by default what L2LOPT_DATA says.
-        download: fetch what is missing.
-        binarise: what x is: "no", the grey values as they are; "threshold", 1 above one half; "sampled", 1 with the
+        size: Side length to which the images of a folder are scaled.
+        data: Folder of the data sets; by default the value of L2LOPT_DATA.
+        download: Whether missing files are fetched.
+        binarise: Values of x: "no", the grey values as they are; "threshold", 1 above one half; "sampled", 1 with the
             grey value's probability, drawn anew in every batch, for evaluation once and for all.
-        encoder: its cell, a name or a table of name and options.
-        decoder: likewise.
-        hidden_size: of both.
-        latent_size: of z in each step.
-        steps: T.
-        attention: whether there are windows; without them every step reads and writes whole images.
-        read: N of the reading window's N×N filters.
-        write: of the writing window's.
-        batch_size: images a step.
-        heldout: the share of training images held out of the split `inner`.
-        evaluation_samples: evaluate each split on that many of its images, drawn once and for all; none: on all.
-        evaluation_size: images evaluated at once.
-        dtype: of the parameters.
-        device: where the tensors live.
+        encoder: Cell of the encoder, a name or a table of name and options.
+        decoder: Cell of the decoder, given in the same form.
+        hidden_size: Size of h in both cells.
+        latent_size: Size of z in each step.
+        steps: Number T of steps.
+        attention: Whether there are windows; without them every step reads and writes whole images.
+        read: Size N of the reading window's N×N filters.
+        write: Size N of the writing window's filters.
+        batch_size: Number of images per step.
+        heldout: Share of training images held out of the split `inner`.
+        evaluation_samples: Number of images of each split to evaluate on, drawn once and for all; by default all.
+        evaluation_size: Number of images evaluated at once.
+        dtype: Data type of the parameters.
+        device: Device of all tensors.
 
     Raises:
         UserError: for values out of range, and cells that cannot have these sizes.
     """
+
+    sample_kind: ClassVar[Literal["text", "images"] | None] = "images"
+    artefact_files: ClassVar[tuple[str, ...]] = ("figures/samples.*",)
 
     def __init__(
         self,
@@ -138,33 +143,33 @@ class Draw(Optimisee):
         """The bound's terms, "reconstruction" and "kl", nats."""
         return self.loss(params, aux, batch)[1]
 
-    def readings(self, loss: float) -> dict[str, float]:
+    def derived_metrics(self, loss: float) -> dict[str, float]:
         """The loss under its name."""
         return {"bound": loss}
 
-    def step_facts(self, batch: Batch, aux: Aux) -> StepFacts:
+    def step_info(self, batch: Batch, aux: Aux) -> StepInfo:
         """The bound and its terms, nats per image."""
         terms = {name: float(value) for name, value in aux.items()}
-        return StepFacts(1.0, len(batch["inputs"]), "images", {"bound": sum(terms.values()), **terms})
+        return StepInfo(1.0, len(batch["inputs"]), "images", {"bound": sum(terms.values()), **terms})
 
-    def epoch(self, split: Split, seed: int, number: int) -> int:
+    def epoch_start(self, split: Split, seed: int, number: int) -> int:
         """Passes of full batches."""
-        return self.sampling.epoch(split, seed, number)
+        return self.sampling.epoch_start(split, seed, number)
 
-    def whole(self, split: Split, seed: int) -> Iterator[tuple[Batch, int]]:
+    def evaluation_batches(self, split: Split, seed: int) -> Iterator[tuple[Batch, int]]:
         """The images of the split, or `evaluation_samples` of them, `evaluation_size` at a time."""
         own = seed if split in ("inner", "heldout") else 0
         for first in range(0, len(self.sampling.evaluated(split, own)), self.evaluation_size):
             yield self._piece(split, own, first)
 
-    def pictures(self, params: Params) -> dict[str, Tensor]:
+    def images(self, params: Params) -> dict[str, Tensor]:
         """Samples, and test images with their reconstructions after them."""
         images = self.data.test_inputs[: _SHOWN // 2]
         again = self.reconstruct(params, images).images[-1]
         pairs = torch.stack([self._unit(images), again], 1).flatten(0, 1)
-        return {"samples": self.sample(params, _SHOWN).images[-1], "reconstructions": pairs}
+        return {"samples": self.sample_images(params, _SHOWN).images[-1], "reconstructions": pairs}
 
-    def sample(self, params: Params, count: int, seed: int = 0) -> Painting:
+    def sample_images(self, params: Params, count: int, seed: int = 0) -> Painting:
         """Images from the prior, z_t ~ N(0, I) in every step."""
         return Painting.of(self.painted_with(params, self._noise(count, "sample", seed)))
 
@@ -174,6 +179,11 @@ class Draw(Optimisee):
             noise = self._noise(len(images), "reconstruct", seed)
             return Painting.of(functional_call(self.network, params, (noise, self._unit(images))))
 
+    @classmethod
+    def sample(cls, run: SavedRun, request: SampleRequest) -> list[Path]:
+        """Images from the prior, as they come to be; see `artefacts.paint`."""
+        return paint(cls, run, request)
+
     def inpaint(self, params: Params, images: Tensor, known: Tensor, rounds: int = 30, seed: int = 0) -> Tensor:
         """Fills in pixels that nobody has seen: [rounds, n, C, B, A] in [0, 1], an image after every round.
 
@@ -182,11 +192,11 @@ class Draw(Optimisee):
         draws of pixels.
 
         Args:
-            params: trained ones.
-            images: [n, C, B, A] in uint8; what they hold where they are unknown is not looked at.
-            known: bool, of a shape that broadcasts with the images'; `half` makes one.
-            rounds: at least 1.
-            seed: of the noise.
+            params: Trained parameters.
+            images: Images [n, C, B, A] in uint8; unknown pixels are not read.
+            known: Mask, True where a pixel is known, of a shape that broadcasts with the images'; `half` makes one.
+            rounds: Number of rounds, at least 1.
+            seed: Seed of the noise.
 
         Raises:
             UserError: for no rounds.
@@ -208,10 +218,10 @@ class Draw(Optimisee):
         Burda et al. 2016. It falls towards −log p(x) as K grows, on average; with K = 1 its mean is that of the loss.
 
         Args:
-            params: trained ones.
-            inputs: [n, C, B, A] in uint8, as they stand in a batch.
-            draws: K, a pass each.
-            seed: of the noise.
+            params: Trained parameters.
+            inputs: Images [n, C, B, A] in uint8, as in a batch.
+            draws: Number K of draws, one pass each.
+            seed: Seed of the noise.
 
         Raises:
             UserError: for no draws.
@@ -232,12 +242,12 @@ class Draw(Optimisee):
         return trail
 
     def fingerprint(self) -> dict[str, str]:
-        """Of the images."""
+        """The digest of the images."""
         return {"samples": digest(self.data)}
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """The parameters' number."""
-        return self.counts().told()
+        return self.counts().summary()
 
     def counts(self) -> Counts:
         """How many parameters there are."""
@@ -272,7 +282,7 @@ class Draw(Optimisee):
         return {"inputs": images.to(self.device), "noise": self._noise(len(index), *key)}
 
     def _cut(self, split: Split, seed: int, first: int) -> tuple[Batch, int]:
-        """A piece of an evaluation."""
+        """One batch of an evaluation, and its number of images."""
         index = self.sampling.evaluated(split, seed)[first : first + self.evaluation_size]
         return self._of(split, index, "whole", split, first), len(index)
 

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from pathlib import Path
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,34 +12,23 @@ from torch.func import functional_call
 from l2lopt import sequence
 from l2lopt.core import registry
 from l2lopt.core.errors import above_0
+from l2lopt.core.references import References
 from l2lopt.core.registry import Choice
 from l2lopt.core.types import Aux, Batch, Params, generator, seed_of, seeded
-from l2lopt.optimisee import Optimisee, Split, StepFacts
+from l2lopt.optimisee import Optimisee, Split, StepInfo
 from l2lopt.sequence import Stack
 from l2lopt.sequence.masks import check_share, draw
 from optimisees.data.conll import files
 from optimisees.labelling.activities import activities
-from optimisees.labelling.labelled import Classes, Labelled, Scores, Sequences
+from optimisees.labelling.artefacts import write_labels
+from optimisees.labelling.labelled import Labelled, Labelling, Sequences
+from optimisees.labelling.references import LabellingScores
 
 DEEP_GRU = "deep-gru"
 """The layers of Adamson 2015, see `sequence.deep_bidirectional_gru`, in the place of a cell's name."""
 DATA: Mapping[str, Callable[..., Labelled]] = {"conll": files, "har": activities}
 _CHUNK = 64
 """Sequences of an evaluation that are in memory at once."""
-
-
-class Labelling(NamedTuple):
-    """What a model finds in the sequences of a split.
-
-    Attributes:
-        true: the classes.
-        found: likewise.
-        scores: of these beside those.
-    """
-
-    true: Classes
-    found: Classes
-    scores: Scores
 
 
 class SequenceLabelling(Optimisee):
@@ -52,21 +42,29 @@ class SequenceLabelling(Optimisee):
     one for all positions of a sequence.
 
     Args:
-        data: a task, or the choice of one in `DATA`.
+        data: Task, or the choice of one in `DATA`.
         cell: `deep-gru` (seed 003: a plain layer, GRUs above it), or of every layer, a name or a table of name and
             options.
-        layers: how many.
-        hidden_size: M, in each direction.
+        layers: Number of layers.
+        hidden_size: Size M of h in each direction.
         bidirectional: h_t = [h→, h←] of 2M numbers; without it only what has been seen up to t.
-        embedding_size: of tokens' vectors, where the inputs are tokens.
-        dropout: p.
-        batch_size: sequences in training.
-        dtype: of the parameters and of real inputs.
-        device: where the tensors live.
+        embedding_size: Size of tokens' vectors, where the inputs are tokens.
+        dropout: Probability p of a zero in a mask.
+        batch_size: Number of sequences per training step.
+        dtype: Data type of the parameters and of real inputs.
+        device: Device of all tensors.
 
     Raises:
         UserError: for values out of range and data that cannot be used.
     """
+
+    artefact_files: ClassVar[tuple[str, ...]] = (
+        "vocabulary.json",
+        "labels.json",
+        "mistakes.txt",
+        "figures/labelled-sequence.*",
+    )
+    references: ClassVar[type[References]] = LabellingScores
 
     def __init__(
         self,
@@ -96,12 +94,20 @@ class SequenceLabelling(Optimisee):
         self._whole = {split: (_batch(part), int(part.lengths.sum())) for split, part in self._splits.items()}
 
     def fingerprint(self) -> dict[str, str]:
-        """Of the sequences and their labels."""
+        """The digest of the sequences and their labels."""
         return {"data": self.data.digest()}
 
-    def files(self) -> dict[str, Any]:
-        """The tokens, if there are any, and the labels."""
-        return {"vocabulary.json": {"tokens": self.data.tokens, "labels": self.data.classes}}
+    def artefacts(self, params: Params, aux: Aux, folder: Path) -> None:
+        """Vocabulary, scores and mistakes on the test sequences; see `artefacts.write_labels`."""
+        write_labels(self.data, self.label(params), folder)
+
+    @classmethod
+    def figures(cls, folder: Path) -> list[Path]:
+        """The example of `labels.json`, if it is there."""
+        from optimisees.labelling.figures import labelled_sequence, read_labelled  # Matplotlib: only figures need it
+
+        path = folder / "labels.json"
+        return labelled_sequence(read_labelled(path), folder / "figures") if path.exists() else []
 
     def init(self, seed: int) -> tuple[Params, Aux]:
         """Embeddings from N(0, 0.1²), U and c from U(±1/√width) and the cells' own initial values; no accuracy yet."""
@@ -118,7 +124,7 @@ class SequenceLabelling(Optimisee):
     def batch(self, split: Split, seed: int, step: int) -> Batch:
         """{"inputs" [T, B] or [T, B, N], "classes" [T, B], "lengths" [B], "masks"}, T that of the longest of all."""
         part = self._splits[split]
-        size, (epoch, place) = self._size(split), divmod(step, self.epoch(split, seed, 1))
+        size, (epoch, place) = self._size(split), divmod(step, self.epoch_start(split, seed, 1))
         order = torch.randperm(len(part.lengths), generator=generator("order", split, seed, epoch))
         chosen = order[place * size : (place + 1) * size].to(self.device)
         source = generator("masks", split, seed, step)
@@ -150,15 +156,15 @@ class SequenceLabelling(Optimisee):
         figures = {"accuracy": sum(one == other for one, other in pairs) / len(pairs), "f1": scores.f1}
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
 
-    def whole(self, split: Split, seed: int) -> Iterator[tuple[Batch, int]]:
+    def evaluation_batches(self, split: Split, seed: int) -> Iterator[tuple[Batch, int]]:
         """All sequences at once, and the number of their positions."""
         yield self._whole[split]
 
-    def step_facts(self, batch: Batch, aux: Aux) -> StepFacts:
+    def step_info(self, batch: Batch, aux: Aux) -> StepInfo:
         """The batch's positions, and its accuracy under dropout."""
-        return StepFacts(1.0, int(batch["lengths"].sum()), "positions", {"accuracy": float(aux["accuracy"])})
+        return StepInfo(1.0, int(batch["lengths"].sum()), "positions", {"accuracy": float(aux["accuracy"])})
 
-    def epoch(self, split: Split, seed: int, number: int) -> int:
+    def epoch_start(self, split: Split, seed: int, number: int) -> int:
         """Passes of full batches."""
         return number * (len(self._splits[split].lengths) // self._size(split))
 
@@ -169,7 +175,7 @@ class SequenceLabelling(Optimisee):
 
     @property
     def width(self) -> int:
-        """Of h."""
+        """Size of h."""
         return (1 + self.bidirectional) * self.hidden_size
 
     def _labelling(self, params: Params, batch: Batch) -> Labelling:

@@ -3,9 +3,9 @@
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from pathlib import Path
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,25 +13,17 @@ from torch.func import functional_call
 
 from l2lopt import cells
 from l2lopt.core.errors import UserError, above_0, at_least_0
+from l2lopt.core.references import References
 from l2lopt.core.registry import Choice
 from l2lopt.core.types import Aux, Batch, Params, generator, seed_of, seeded
-from l2lopt.optimisee import Optimisee, Split, StepFacts
+from l2lopt.optimisee import Optimisee, SampleRequest, SavedRun, Split, StepInfo
 from l2lopt.sequence import Stack, StackState
 from l2lopt.sequence.masks import check_share, draw
 from optimisees.data.text import EOS, Corpus, corpus
+from optimisees.language.artefacts import VOCABULARY, continued, write_vocabulary
+from optimisees.language.references import NGrams
+from optimisees.language.windows import cut_windows
 
-_FED_BACK = ("highway.feedback.weight_h",)
-RECURRENT: Mapping[str, tuple[str, ...]] = {
-    "rnn": ("weight_h",),
-    "lstm": ("weight_h",),
-    "gru": ("weight_h",),
-    "fastgrnn": ("weight_h",),
-    "t-lstm": ("weight_before",),
-    "sru": ("weight_c",),
-    **{f"irc-{core}": _FED_BACK for core in cells.CORES},
-    **{f"ihc-{core}": ("highway.gamma", *_FED_BACK) for core in cells.CORES},
-}
-"""Cell → the weights that weight drop acts on: U, ω, Γ and U_V or ω_V (raw, before its tanh)."""
 _COLUMNS: Mapping[Split, int] = {"train": 10, "inner": 10, "heldout": 10, "test": 1}
 """Of the text in evaluation."""
 _CHUNK = 128
@@ -42,16 +34,16 @@ class Counts(NamedTuple):
     """Parameters of a language model.
 
     Attributes:
-        total: of all.
-        recurrent: of the cells, without `gate_bias`: the papers' count.
-        gate_biases: of the cells' `gate_bias`.
+        total: Number of all parameters.
+        recurrent: Number in the cells, without `gate_bias`: the papers' count.
+        gate_biases: Number in the cells' `gate_bias`.
     """
 
     total: int
     recurrent: int
     gate_biases: int
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """In a line."""
         beside = f" (and {self.gate_biases:,} in gate biases)" if self.gate_biases else ""
         return f"{self.total:,} parameters, {self.recurrent:,} of them in the recurrent layers{beside}"
@@ -75,31 +67,35 @@ class LanguageModel(Optimisee):
     Dropout, in training alone, multiplies by masks of 0 and 1/(1 − p), one for all steps of a window.
 
     Args:
-        data: a corpus, or the choice of one in `text.CORPORA`.
-        cell: of every layer, a name or a table of name and options.
-        embedding_size: of the tokens' vectors and, as E is used twice, of the last layer.
-        hidden_size: of the other layers.
-        layers: how many.
-        word_dropout: p of the embedding's rows.
-        input_dropout: p of the first layer's input.
-        hidden_dropout: p of what goes from layer to layer.
-        output_dropout: p of the last layer's output.
-        weight_drop: p of every recurrent weight, see `RECURRENT`.
-        activation: α of the activation regularisation.
-        temporal: β of the temporal one.
-        batch_size: columns in training.
-        window: tokens of a full one.
-        variable: whether the lengths are drawn.
-        shifted: whether each seed begins to read at a place of its own in the text, so that short runs see all of it.
-        initial: `authors` sets the initial values of the cells' authors, see `cells.authors`.
-        evaluation_tokens: read from the start of each text in evaluation; all by default.
+        data: Corpus, or the choice of one in `text.CORPORA`.
+        cell: Cell of every layer, a name or a table of name and options.
+        embedding_size: Size of the tokens' vectors and, as E is used twice, of the last layer.
+        hidden_size: Size of the other layers.
+        layers: Number of layers.
+        word_dropout: Probability p for the embedding's rows.
+        input_dropout: Probability p for the first layer's input.
+        hidden_dropout: Probability p between two layers.
+        output_dropout: Probability p for the last layer's output.
+        weight_drop: Probability p for every recurrent weight, see `cells.Cell.recurrent_weights`.
+        activation: Factor α of the activation regularisation.
+        temporal: Factor β of the temporal regularisation.
+        batch_size: Number of columns in training.
+        window: Number of tokens of a full window.
+        variable: Whether the lengths are drawn.
+        shifted: Whether each seed begins to read at a place of its own in the text, so that short runs see all of it.
+        initial: `authors` sets the initial values of the cells' authors, see `cells.init_as_published`.
+        evaluation_tokens: Number of tokens of each text to evaluate on, from its start; by default all.
         backend: the layers' way through time, "auto", "fast" or "loop", see `sequence.Stack`.
-        dtype: of the parameters.
-        device: where the tensors live. Masks are drawn there: other kinds of devices draw other ones.
+        dtype: Data type of the parameters.
+        device: Device of all tensors. Masks are drawn there: other kinds of devices draw other ones.
 
     Raises:
         UserError: for values out of range and texts that are too short.
     """
+
+    sample_kind: ClassVar[Literal["text", "images"] | None] = "text"
+    artefact_files: ClassVar[tuple[str, ...]] = (VOCABULARY,)
+    references: ClassVar[type[References]] = NGrams
 
     def __init__(
         self,
@@ -199,7 +195,7 @@ class LanguageModel(Optimisee):
             states = _named(after)
         return total / len(batch["tokens"])
 
-    def whole(self, split: Split, seed: int) -> Iterator[tuple[Batch, int]]:
+    def evaluation_batches(self, split: Split, seed: int) -> Iterator[tuple[Batch, int]]:
         """The whole text at once, in 10 columns, `test` in 1; the few tokens that do not fill a row are left out."""
         if split not in self._whole:
             text = self._text(split)[: self.evaluation_tokens]
@@ -207,17 +203,17 @@ class LanguageModel(Optimisee):
             self._whole[split] = {"tokens": columns[:-1], "targets": columns[1:]}, columns[1:].numel()
         yield self._whole[split]
 
-    def readings(self, loss: float) -> dict[str, float]:
+    def derived_metrics(self, loss: float) -> dict[str, float]:
         """The perplexity, and of characters the bits of each."""
         bits = {"bits_per_character": loss / math.log(2)} if self.texts.vocabulary.unit == "character" else {}
         return {**bits, "perplexity": math.exp(min(loss, 700.0))}
 
-    def step_facts(self, batch: Batch, aux: Aux) -> StepFacts:
+    def step_info(self, batch: Batch, aux: Aux) -> StepInfo:
         """The window's share of a full one, its tokens, and its perplexity without regularisation."""
-        figures = self.readings(float(aux["cross_entropy"]))
-        return StepFacts(len(batch["tokens"]) / self.window, batch["tokens"].numel(), "tokens", figures)
+        figures = self.derived_metrics(float(aux["cross_entropy"]))
+        return StepInfo(len(batch["tokens"]) / self.window, batch["tokens"].numel(), "tokens", figures)
 
-    def epoch(self, split: Split, seed: int, number: int) -> int:
+    def epoch_start(self, split: Split, seed: int, number: int) -> int:
         """Passes over the text."""
         begins = self._begins.setdefault(split, [0])
         while len(begins) <= number:
@@ -225,16 +221,21 @@ class LanguageModel(Optimisee):
         return begins[number]
 
     def fingerprint(self) -> dict[str, str]:
-        """Of the texts."""
+        """The digest of the texts."""
         return {"corpus": self.texts.digest()}
 
-    def files(self) -> dict[str, Any]:
+    def artefacts(self, params: Params, aux: Aux, folder: Path) -> None:
         """The vocabulary."""
-        return {"vocabulary.json": self.texts.vocabulary.facts()}
+        write_vocabulary(self.texts.vocabulary, folder)
 
-    def told(self) -> str:
+    @classmethod
+    def sample(cls, run: SavedRun, request: SampleRequest) -> str:
+        """The prompt, and the text that follows it; see `artefacts.continued`."""
+        return continued(cls, run, request)
+
+    def summary(self) -> str:
         """The parameters' number."""
-        return self.counts().told()
+        return self.counts().summary()
 
     def counts(self) -> Counts:
         """How many parameters there are."""
@@ -243,17 +244,17 @@ class LanguageModel(Optimisee):
         cells = sum(sizes.values())
         return Counts(cells + self.vocabulary_size * (self.sizes[0] + 1), cells - biases, biases)
 
-    def speak(
+    def generate(
         self, params: Params, prompt: Tensor, tokens: int, temperature: float = 1.0, seed: int = 0
     ) -> Iterator[int]:
         """Goes on after a prompt [T], a token at a time, each drawn from P^(1/temperature).
 
         Args:
-            params: trained ones.
-            prompt: tokens, read after a line's end.
-            tokens: how many to draw.
-            temperature: at least 0; at 0 the likeliest is taken.
-            seed: of the draws.
+            params: Trained parameters.
+            prompt: Tokens, read after a line's end.
+            tokens: Number of tokens to draw.
+            temperature: Boldness of the draws, at least 0; at 0 the likeliest token is taken.
+            seed: Seed of the draws.
         """
         at_least_0("sample", temperature=temperature)
         source, states = generator("sample", seed), self._blank(1)
@@ -279,15 +280,16 @@ class LanguageModel(Optimisee):
     def _cells(self) -> list[cells.Cell]:
         """One a layer, drawn from PyTorch's global generator."""
         made = [cells.build(self.cell, n, m) for n, m in pairwise(self.sizes)]
-        return [cells.authors(cell) for cell in made] if self.initial == "authors" else made
+        return [cells.init_as_published(cell) for cell in made] if self.initial == "authors" else made
 
     def _stacked(self, made: Sequence[cells.Cell]) -> Stack:
         """The layers."""
         name = self.cell if isinstance(self.cell, str) else self.cell["name"]
-        if self.weight_drop and name not in RECURRENT:
-            remedy = f"set weight_drop to 0, or use one of {', '.join(RECURRENT)}"
+        recurrent = made[0].recurrent_weights
+        if self.weight_drop and not recurrent:
+            remedy = "set weight_drop to 0, or name the cell's weights in its recurrent_weights"
             raise UserError("language-model", expected="a cell with weights to drop", found=repr(name), remedy=remedy)
-        drop = dict.fromkeys(RECURRENT[name], self.weight_drop) if self.weight_drop else None
+        drop = dict.fromkeys(recurrent, self.weight_drop) if self.weight_drop else None
         return Stack([[cell] for cell in made], weight_drop=drop, backend=self.backend).to(self.dtype).eval()
 
     def _blank(self, columns: int) -> Aux:
@@ -345,7 +347,7 @@ class LanguageModel(Optimisee):
         """The epoch of a step, and its number there."""
         begins = self._begins.setdefault(split, [0])
         while begins[-1] <= step:
-            self.epoch(split, 0, len(begins))
+            self.epoch_start(split, 0, len(begins))
         number = bisect_right(begins, step) - 1
         return number, step - begins[number]
 
@@ -356,7 +358,7 @@ class LanguageModel(Optimisee):
             found, remedy = f"{len(self._text(split))}", "lower batch_size, or give a longer text"
             expected = f"at least {2 * self.batch_size} tokens for {self.batch_size} columns"
             raise UserError(f"language-model: {split}", expected=expected, found=found, remedy=remedy)
-        return _cut(rows, self.window, seed_of("windows", number) if self.variable else None)
+        return cut_windows(rows, self.window, seed_of("windows", number) if self.variable else None)
 
 
 def _embedded(params: Params, tokens: Tensor) -> Tensor:
@@ -370,26 +372,10 @@ def _in_columns(text: Tensor, columns: int) -> Tensor:
     return text[: rows * columns].view(columns, rows).T.contiguous()
 
 
-@lru_cache(maxsize=64)
-def _cut(rows: int, window: int, seed: int | None) -> tuple[int, ...]:
-    """Windows of `rows` tokens, as in `LanguageModel`; a last one of a single token joins the one before."""
-    if seed is None:
-        ends = torch.arange(window, max(rows, window), window)
-    else:
-        source, most = torch.Generator().manual_seed(seed), rows // 5 + 1
-        base = torch.where(torch.rand(most, generator=source) < 0.95, window, window / 2)
-        lengths = (base + 5 * torch.randn(most, generator=source)).int().clamp(min=5)
-        ends = lengths.cumsum(0)
-    begins = [0, *ends[ends < rows].tolist(), rows]
-    if len(begins) > 2 and begins[-1] - begins[-2] == 1:
-        del begins[-2]
-    return tuple(begins)
-
-
 def _named(state: StackState) -> Aux:
     """A stack's state as tensors by layer and name."""
     if isinstance(state, Tensor):
-        state = (state,)  # type: ignore[assignment]
+        state = (state,)  # type: ignore[assignment]  # one state where layers have several
     if isinstance(state, tuple):
         state = [dict(zip("hc", layer, strict=False)) for layer in zip(*state, strict=True)]
     return {f"{layer}.{name}": value for layer, part in enumerate(state) for name, value in part.items()}

@@ -1,7 +1,8 @@
 """Metrics of sequences learned by siamese and coupled GRUs (Compagnon et al. 2021), as an optimisee on UCI HAR."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -10,12 +11,15 @@ from torch.func import functional_call
 from l2lopt import sequence
 from l2lopt.core import registry
 from l2lopt.core.errors import UserError, above_0
+from l2lopt.core.references import References
 from l2lopt.core.registry import Choice
 from l2lopt.core.types import Aux, Batch, Params, Report, generator, seed_of, seeded, silent
-from l2lopt.optimisee import Optimisee, Split, StepFacts
+from l2lopt.optimisee import Optimisee, Split, StepInfo
 from optimisees.data import har
 from optimisees.data.datasets import data_root
 from optimisees.data.har import Windows
+from optimisees.metric.artefacts import FILES, write_embeddings
+from optimisees.metric.references import RawSignals
 from optimisees.metric.structural_loss import Distance, StructuralLoss, distance
 
 ENCODERS: Mapping[str, Choice] = {
@@ -37,22 +41,25 @@ class SequenceMetric(Optimisee):
     `heldout_subjects` and `inner` the rest. Channels are standardised by the mean and deviation of `inner`.
 
     Args:
-        test_subjects: left out of training.
-        heldout_subjects: of the others, for validation and meta-training.
-        encoder: one of `ENCODERS`.
-        hidden_size: M.
+        test_subjects: Subjects left out of training.
+        heldout_subjects: Further subjects, for validation and meta-training.
+        encoder: Name in `ENCODERS`.
+        hidden_size: Size M of the hidden state.
         distance: "euclidean" or "cosine".
-        loss: the options of `StructuralLoss`.
-        per_class: windows of every activity in a batch.
-        evaluation_size: windows in a batch of an evaluation.
-        evaluation_windows: how many of a split an evaluation looks at, always the same; all by default.
-        data: the folder of the data sets, by default what L2LOPT_DATA says; or windows.
-        dtype: of the parameters and windows.
-        device: where tensors live.
+        loss: Options of `StructuralLoss`.
+        per_class: Number of windows of every activity in a batch.
+        evaluation_size: Number of windows in a batch of an evaluation.
+        evaluation_windows: Number of windows of a split that an evaluation uses, always the same; by default all.
+        data: Folder of the data sets, by default the value of L2LOPT_DATA; or windows.
+        dtype: Data type of the parameters and windows.
+        device: Device of all tensors.
 
     Raises:
         UserError: for values out of range, missing or malformed data, and a split without an activity.
     """
+
+    artefact_files: ClassVar[tuple[str, ...]] = FILES
+    references: ClassVar[type[References]] = RawSignals
 
     def __init__(
         self,
@@ -93,7 +100,7 @@ class SequenceMetric(Optimisee):
             self._members(split)
 
     def fingerprint(self) -> dict[str, str]:
-        """Of all windows, before any split."""
+        """The digest of all windows, before any split."""
         return {"windows": self._digest}
 
     def init(self, seed: int) -> tuple[Params, Aux]:
@@ -118,7 +125,7 @@ class SequenceMetric(Optimisee):
         d = self.distances(params, batch["inputs"])
         return self.structural(d, batch["targets"], aux, moving=False)[0]
 
-    def whole(self, split: Split, seed: int) -> Iterator[tuple[Batch, int]]:
+    def evaluation_batches(self, split: Split, seed: int) -> Iterator[tuple[Batch, int]]:
         """The split's windows in an order drawn once and for all, `evaluation_size` at a time."""
         if split not in self._whole:
             source = generator("whole", split)
@@ -126,10 +133,16 @@ class SequenceMetric(Optimisee):
             self._whole[split] = [(self._at(split, rows), len(rows)) for rows in order.split(self.evaluation_size)]
         yield from self._whole[split]
 
-    def step_facts(self, batch: Batch, aux: Aux) -> StepFacts:
+    def artefacts(self, params: Params, aux: Aux, folder: Path) -> None:
+        """The embeddings of the test windows, for TensorBoard's projector; none of the coupled encoder."""
+        if self.encoder == "siamese":
+            with torch.no_grad():
+                write_embeddings(self.embed(params, self.inputs("test")), self.windows("test"), folder)
+
+    def step_info(self, batch: Batch, aux: Aux) -> StepInfo:
         """The windows of a batch, and the mean distances so far."""
         figures = {f"{kind}_distance": float(aux[f"{kind}.mean"]) for kind in ("positive", "negative")}
-        return StepFacts(samples=len(batch["targets"]), unit="windows", figures=figures)
+        return StepInfo(samples=len(batch["targets"]), unit="windows", figures=figures)
 
     def windows(self, split: Split) -> Windows:
         """A split's windows, standardised.
@@ -184,10 +197,10 @@ class SequenceMetric(Optimisee):
         it holds a batch: of 512 pairs at M = 100 some 0.3 GB.
 
         Args:
-            params: of the encoder.
+            params: Parameters of the encoder.
             inputs: [n, 9, T].
             report: progress in pairs, or in windows.
-            size: of a batch.
+            size: Number of windows in a batch.
         """
         n, done = len(inputs), 0
         with torch.no_grad():

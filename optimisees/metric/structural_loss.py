@@ -11,7 +11,7 @@ from l2lopt.core.errors import UserError, above_0, at_least_0
 from l2lopt.core.types import Aux
 
 _FAR = 1e30
-"""In the place of an entry that takes no part: its exponential is 0, and its slope is 0 and not NaN."""
+"""In the place of an entry that takes no part: its exponential is 0, and its gradient is 0 and not NaN."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ Distance = Literal["euclidean", "cosine"]
 
 
 def distance(left: Tensor, right: Tensor, kind: Distance = "euclidean") -> Tensor:
-    """Between the last axes of two broadcastable tensors, with slope 0 where two outputs coincide.
+    """Between the last axes of two broadcastable tensors, with gradient 0 where two outputs coincide.
 
     Args:
         left: [..., M].

@@ -69,7 +69,7 @@ def model_of(cell: str, sizes: tuple[int, int, int], window: int, backend: str =
 
 def with_torch(model: LanguageModel, params: Params) -> Params:
     """Puts `nn.LSTM`s into the model; its parameters under their names."""
-    model.stack = TorchLayers(model.stack, model.sizes)  # type: ignore[assignment]
+    model.stack = TorchLayers(model.stack, model.sizes)  # type: ignore[assignment]  # a stand-in for the stack
     return {name.replace("stack.layers.", "stack.").replace(".0.cell.", "_"): p.clone() for name, p in params.items()}
 
 

@@ -11,6 +11,7 @@ import time
 
 import torch
 
+from l2lopt.experiments import build
 from l2lopt.experiments import config as configs
 from l2lopt.parallel.threads import cpu_threads
 from l2lopt.training.meta_train import meta_train
@@ -42,7 +43,7 @@ def main():
     parser.add_argument("--set", action="append", default=[], dest="changes")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    experiment = configs.build(configs.load(options.config, options.changes))
+    experiment = build.build(configs.load(options.config, options.changes))
     config, before = experiment.config, peak()
     timed = Timed(experiment.unroll)
     with cpu_threads(config.threads):

@@ -32,7 +32,7 @@ Run = Callable[[], Tensor]
 
 
 class Problem:
-    """A cell, an input that needs a slope, and the slope of the outputs."""
+    """A cell, an input that needs a gradient, and the gradient of the outputs."""
 
     def __init__(self, label: str, n: int, m: int, steps: int) -> None:
         kind = TORCH.get(label)
@@ -42,16 +42,16 @@ class Problem:
         else:
             self.cell = from_torch(self.module).layers[0][0].cell
         self.x = torch.randn(steps, BATCH, n, requires_grad=True)
-        self.slopes = torch.randn(steps, BATCH, m)
+        self.gradients = torch.randn(steps, BATCH, m)
 
     def ours(self, run: Callable[[Cell, Tensor, CellState], tuple[Tensor, CellState]]) -> Run:
-        """Forward and backward by one of our ways; it gives the slope of x."""
+        """Forward and backward by one of our ways; it gives the gradient of x."""
 
         def once() -> Tensor:
             self.cell.zero_grad()
             self.x.grad = None
             state = self.cell.initial_state(self.x.new_zeros(self.x.shape[2], BATCH))
-            run(self.cell, self.x.movedim(-1, 1), state)[0].movedim(1, -1).backward(self.slopes)
+            run(self.cell, self.x.movedim(-1, 1), state)[0].movedim(1, -1).backward(self.gradients)
             return self.x.grad
 
         return once
@@ -62,7 +62,7 @@ class Problem:
         def once() -> Tensor:
             self.module.zero_grad()
             self.x.grad = None
-            self.module(self.x)[0].backward(self.slopes)
+            self.module(self.x)[0].backward(self.gradients)
             return self.x.grad
 
         return once
@@ -70,7 +70,7 @@ class Problem:
     def limit(self) -> Run:
         """The products alone: three for every matrix, those with h (or with what is made of it) step by step.
 
-        A matrix whose columns are x's alone is multiplied over all of time at once, as are all weights' slopes.
+        A matrix whose columns are x's alone is multiplied over all of time at once, as are all weights' gradients.
         """
         steps, _, n = self.x.shape
         recurrent = ("weight_h", "weight_v", "gamma")
@@ -96,13 +96,13 @@ class Problem:
 
 
 def check(problem: Problem, runs: dict[str, Run]) -> None:
-    """All ways give the same slopes, of x and of the weights."""
+    """All ways give the same gradients, of x and of the weights."""
     found = {}
     for name, run in runs.items():
         found[name] = [run().clone()]
         found[name] += [] if name == "torch" else [p.grad.clone() for p in problem.cell.parameters()]
-    for name, slopes in found.items():
-        for mine, wanted in zip(slopes, found["loop"], strict=False):
+    for name, gradients in found.items():
+        for mine, wanted in zip(gradients, found["loop"], strict=False):
             assert (mine - wanted).abs().max() <= 2e-5 * wanted.abs().max(), (type(problem.cell).__name__, name)
 
 

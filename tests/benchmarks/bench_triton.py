@@ -65,7 +65,7 @@ def check(optimiser: optimisers.Coordinatewise) -> None:
     grads, params = torch.randn(3, layout.size, device=DEVICE), torch.randn(layout.size, device=DEVICE)
     state, fast = optimiser.init(layout, like=params), kernels.fast(optimiser, "triton")
     with torch.no_grad():
-        wanted, after = optimiser.update(grads[0], state, params)
+        wanted, _ = optimiser.update(grads[0], state, params)
         found, _ = fast.update(grads[0], state, params)
     assert (found - wanted).abs().max() <= 1e-4 * wanted.abs().max(), "the step"
     losses, recorder = torch.zeros(3, device=DEVICE), Recorder(layout.exchange)

@@ -15,16 +15,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from l2lopt import optimisers
-from l2lopt.kernels.triton import device, step
+from l2lopt.kernels.triton import device, device_replay, step
 from l2lopt.kernels.triton.packing import Shape
 
 OTHERS = {"tensors": "*i64", "skipped": "*i32", "sums": "*fp64", "starts": "*i64", "sizes": "*i64"}
 NUMBERS = ("n", "stride", "blocks", "total", "T", "slots", "width", "count", "chunks")
 
 
-def compiled(kernel, shape, state, width, warps, **constants):
+def compiled(kernel, shape, state, warps, **constants):
     """Registers, bytes of stack and of shared memory."""
-    constants |= shape.constants | {"B": width}
+    constants |= {"S": shape.constants}
     signature, known = {}, {}
     for name in kernel.arg_names:
         if name in constants:
@@ -32,15 +32,23 @@ def compiled(kernel, shape, state, width, warps, **constants):
         elif name in ("memory", "running"):
             signature[name] = ("*fp32" if name == "running" else state,) * len(shape.memory)
         elif name == "tensors":
-            signature[name] = "*i32" if kernel is device.replay else "*i64"
-        elif name in ("h", "c", "forget", "input_"):
-            signature[name] = state
+            signature[name] = "*i32" if kernel is device_replay.replay else "*i64"
+        elif name == "state":
+            signature[name] = (state,) * 4
+        elif name == "statistics":
+            signature[name] = ("*fp32",) * 3
         else:
             signature[name] = OTHERS.get(name, "i32" if name in NUMBERS else "*fp32")
     aligned = {
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(kernel.arg_names)
         if str(signature[name]).startswith("*") or name in ("n", "stride")
+    }
+    aligned |= {
+        (place, k): [["tt.divisibility", 16]]
+        for place, name in enumerate(kernel.arg_names)
+        if name in ("state", "statistics")
+        for k in range(len(signature[name]))
     }
     source = ASTSource(kernel, signature, known, aligned)
     options = {"num_warps": warps, "enable_fp_fusion": True}
@@ -65,19 +73,12 @@ def main():
     for cell in ("lstm", "ihc-lstm"):
         for rule in ("direction-and-magnitude", "gated"):
             inputs = ("log-and-sign",) if rule == "gated" else ("log-and-sign", "rnnprop", "log-step")
-            shape = Shape.of(optimisers.coordinatewise(inputs, cell, rule=rule), options.precision)
-            back = {
-                "MEMORY": len(shape.memory),
-                "DECAY": 0.1,
-                "PULLED": rule == "direction-and-magnitude",
-                "BACK": True,
-                "R": shape.features + 2 * shape.hidden + 3,
-                "SIZE": sum(shape.sizes),
-            }
+            shape = Shape.of(optimisers.coordinatewise(inputs, cell, rule=rule), options.precision, options.width)
+            back = {"PULLED": rule == "direction-and-magnitude", "BACK": True}
             ways = [("step", {}, "*fp32"), ("replay", back, "*fp32")] + [("step", {}, "*bf16")] * (rule != "gated")
             for name, constants, state in ways:
-                kernel = getattr(device, name)
-                taken = compiled(kernel, shape, state, options.width, options.warps, **constants)
+                kernel = device.step if name == "step" else device_replay.replay
+                taken = compiled(kernel, shape, state, options.warps, **constants)
                 print(
                     f"{cell}, {rule}, {name}, state {state[1:]}: {taken[0]} registers, {taken[1]} bytes of stack, ",
                     end="",

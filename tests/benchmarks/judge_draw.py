@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.func import functional_call
 
 from l2lopt.core.types import Params
-from l2lopt.experiments.config import TrainConfig, build_training, load
+from l2lopt.experiments.build import build_training
+from l2lopt.experiments.config import TrainConfig, load
 from l2lopt.storage import tensor_file
 from l2lopt.training import train as training
 from l2lopt.training.train import Trained, TrainSettings
@@ -41,7 +42,7 @@ def restored(run: Path) -> tuple[TrainConfig, Draw, Params]:
 def estimate(model: Draw, params: Params, images: int, draws: int) -> float:
     """The importance-weighted estimate, 100 test images at a time."""
     total, seen = 0.0, 0
-    for batch, _ in model.whole("test", 0):
+    for batch, _ in model.evaluation_batches("test", 0):
         inputs = batch["inputs"][: images - seen]
         for index, part in enumerate(inputs.split(100)):
             total += float(model.importance_weighted(params, part, draws, seed=seen + index).sum())
@@ -89,7 +90,7 @@ def main() -> None:
             judged[choice["dataset"]] = classifier(choice["dataset"], options.classifier_steps)
             right = judged[choice["dataset"]][1].metrics["accuracy"]
             print(f"classifier of {choice['dataset']}: {right:.2%} right", "" if right >= RIGHT else "(too few)")
-        parts = [model.sample(params, min(100, options.samples - k), k) for k in range(0, options.samples, 100)]
+        parts = [model.sample_images(params, min(100, options.samples - k), k) for k in range(0, options.samples, 100)]
         sure, counts = told(*judged[choice["dataset"]], torch.cat([part.images[-1] for part in parts]))
         figures = {
             "bound": json.loads((run / "result.json").read_text(encoding="utf-8"))["metrics"]["bound"],

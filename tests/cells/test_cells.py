@@ -182,11 +182,11 @@ def test_initial_values_lie_in_pytorchs_range(name):
 
 
 @pytest.mark.parametrize("name", cells.CELLS)
-def test_the_authors_initial_values(name):
+def test_the_published_initial_values(name):
     """α = 0.881, β = 0.731, κ = 0.018 and FastGRNN's matrices of standard deviation 0.1; the rest stays."""
     cell = cells.make(name, 40, 40)
     plain = {key: value.detach().clone() for key, value in cell.named_parameters()}
-    assert cells.authors(cell) is cell
+    assert cells.init_as_published(cell) is cell
     for key, value in cell.named_parameters():
         last = key.rpartition(".")[-1]
         if last in ("alpha", "beta", "kappa"):

@@ -1,7 +1,8 @@
 """Choices by name: what is built, and the one line that a mistake gives."""
 
+import sys
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import implementations
 import oracles
@@ -111,6 +112,38 @@ def test_a_mistake_is_one_line_with_expected_found_and_remedy(choice, message):
     )
 
 
+class Renamed:
+    old_names = ("rnamed", "gizmo")
+    old_options: ClassVar = {"truncation": "window"}
+
+    def __init__(self, window: int = 1, seed: int = 0) -> None:
+        self.window, self.seed = window, seed
+
+
+@pytest.mark.parametrize("name", ["renamed", "gizmo"])
+@pytest.mark.parametrize("option", ["window", "truncation"])
+def test_old_spellings_stay_readable(name, option):
+    table = TABLE | {"renamed": Renamed}
+    assert registry.make(table, "thing", name, **{option: 3}).window == 3
+    built = registry.build(table, "thing", {"name": name, option: 3}, seed=4)
+    assert (built.window, built.seed) == (3, 4)
+    assert registry.build(table, "thing", name, seed=4).seed == 4
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ("zzz", "choose one of gadget, renamed, widget"),
+        ("gizm", "did you mean 'gizmo'"),
+        ({"name": "gizmo", "truncation": 1, "window": 1}, "thing 'renamed': truncation: expected a known key"),
+        ({"name": "gizmo", "truncation": "a"}, "thing 'renamed': window: expected a valid integer"),
+    ],
+)
+def test_mistakes_are_told_in_new_spellings(choice, message):
+    with pytest.raises(UserError, match=message):
+        registry.build(TABLE | {"renamed": Renamed}, "thing", choice)
+
+
 def test_an_option_that_the_caller_gives_cannot_be_chosen():
     with pytest.raises(UserError, match="flag"):
         registry.build(TABLE, "thing", {"name": "gadget", "flag": True}, flag=False)
@@ -153,3 +186,87 @@ def test_an_entry_without_the_callers_option_is_told_of_it():
         UserError, match="thing 'lonely': expected an option 'seed', found none; add seed to the arguments"
     ):
         registry.build({"lonely": lonely}, "thing", "lonely", seed=1)
+
+
+@pytest.fixture
+def _mine(tmp_path, monkeypatch):
+    """A module of the user's, `mine.things`, with a class, functions and a number; and one that fails."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").write_text("")
+    (tmp_path / "mine" / "things.py").write_text(
+        "from __future__ import annotations\n"
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    from nowhere import Thing\n"
+        "class Box:\n    class Inner:\n"
+        "        def __init__(self, size: int = 1) -> None:\n            self.size = size\n"
+        "def make(size: int, _cache={}) -> int:\n    return 2 * size\n"
+        "def vague(size) -> Thing:\n    return size\n"
+        "number = 3\n"
+    )
+    (tmp_path / "mine" / "broken.py").write_text("import a_module_that_nobody_has\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    for name in [name for name in sys.modules if name.split(".")[0] == "mine"]:
+        del sys.modules[name]
+
+
+@pytest.mark.usefixtures("_mine")
+def test_a_name_may_be_a_modules():
+    assert registry.build(TABLE, "thing", {"name": "mine.things:make", "size": 4}) == 8
+    assert registry.build(TABLE, "thing", "mine.things:make", size=4) == 8
+    assert registry.make(TABLE, "thing", "mine.things:Box.Inner", size=3).size == 3
+    assert registry.make(TABLE, "thing", "mine.things:vague", size="x") == "x"  # without types nothing is checked
+    assert registry.build({"mine.things:make": gadget}, "thing", "mine.things:make") == (False, None)
+
+
+@pytest.mark.usefixtures("_mine")
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        (
+            "mine.none:make",
+            "thing 'mine.none:make': expected a module 'mine.none', found no module 'mine.none'; install",
+        ),
+        (
+            "other.things:make",
+            "expected a module 'other.things', found no module 'other'; install it, or put its folder",
+        ),
+        ("mine.broken:make", "expected a module 'mine.broken', found an import that fails: No module named 'a_module_"),
+        ("mine.things:mak", "expected 'mak' in mine.things, found none; did you mean 'make'?"),
+        ("mine.things:Box.Iner", "expected 'Iner' in mine.things, found none; did you mean 'Inner'?"),
+        ("mine.things:number", "expected a class or function, found int; name one"),
+        ("mine.things:", "expected a module and a name in it, found 'mine.things:'; write it as"),
+        (":make", "expected a module and a name in it"),
+        ("mine.things:make:x", "expected a module and a name in it"),
+        ("../things:make", "expected a module and a name in it"),
+        ({"name": "mine.things:make"}, "thing 'mine.things:make': size: expected a value, found none; add the key"),
+        ({"name": "mine.things:make", "size": "x"}, "size: expected a valid integer, found 'x'"),
+        ({"name": "mine.things:make", "sise": 1}, "sise: expected a known key, found 'sise'; did you mean 'size'?"),
+    ],
+)
+def test_a_mistake_in_a_modules_name_is_one_line(choice, message):
+    with pytest.raises(UserError) as caught:
+        registry.build(TABLE, "thing", choice)
+    assert message in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.usefixtures("_mine")
+def test_a_modules_name_must_take_the_callers_options():
+    with pytest.raises(UserError, match="expected an option 'device', found none; add device to the arguments of make"):
+        registry.build(TABLE, "thing", {"name": "mine.things:make", "size": 1}, device="cpu")
+
+
+@pytest.mark.usefixtures("_mine")
+def test_files_of_weights_cannot_name_modules():
+    with registry.only_registered(), pytest.raises(UserError, match="expected a registered name in a file of weights"):
+        registry.make(TABLE, "thing", "mine.things:make", size=4)
+    assert "mine.things" not in sys.modules
+    assert registry.make(TABLE, "thing", "mine.things:make", size=4) == 8
+
+
+@pytest.mark.parametrize(
+    ("entry", "expected"), [(Widget, Widget), (gadget, tuple[bool, int | None]), (lambda: 1, None), (len, None)]
+)
+def test_an_entry_tells_what_it_makes(entry, expected):
+    assert registry.product(entry) == expected

@@ -87,7 +87,7 @@ def backward(dh, x, before, after, v, w, printed=False):
     return d
 
 
-def slopes(value, leaves):
+def gradients(value, leaves):
     return dict(zip(leaves, torch.autograd.grad(value, list(leaves.values()), retain_graph=True), strict=True))
 
 
@@ -97,7 +97,7 @@ def one_step(printed=False):
     dh = normal(2, B, M, seed=32)
     after, values = forward(x, h, w, nodes)
     value = (after * dh).sum()
-    expected = nodes.slopes(value) | slopes(value, {"dx": x, "dh": h} | w)
+    expected = nodes.gradients(value) | gradients(value, {"dx": x, "dh": h} | w)
     with torch.no_grad():
         return backward(dh, x, h, after, values, w, printed), expected
 
@@ -111,7 +111,7 @@ def through_time(printed=False):
         after, values = forward(xs[t], h, w)
         past.append((xs[t], h, after, values))
         h, value = after, value + (after * asked[t]).sum()
-    expected = slopes(value, {"dx": xs, "dh": first} | w)
+    expected = gradients(value, {"dx": xs, "dh": first} | w)
     found, dh, dx = {name: torch.zeros_like(p) for name, p in w.items()}, torch.zeros(2, B, M, dtype=xs.dtype), []
     with torch.no_grad():
         for t in reversed(range(STEPS)):

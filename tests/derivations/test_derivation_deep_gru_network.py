@@ -1,4 +1,4 @@
-"""Seed 003 (Adamson 2015): every delta of the whole network against autograd's slope.
+"""Seed 003 (Adamson 2015): every delta of the whole network against autograd's gradient.
 
 Layer 1 is a bidirectional RNN, the layers above are GRUs that read both directions of the layer below through separate
 matrices; a softmax reads the last one. With the printed layer-up derivation the deltas below it are wrong.
@@ -22,7 +22,7 @@ def make_network():
 
 
 def forward(network, xs, nodes):
-    """Eqs. 1-11 over all layers: h[layer][direction][t] and the logits; node "i.k.t" has the delta for its slope."""
+    """Eqs. 1-11 over all layers: h[layer][direction][t] and the logits; node "i.k.t" has the delta for its gradient."""
     first, units, (U1, U2, c) = network
     start = torch.zeros(M, B, dtype=torch.float64)
 
@@ -88,7 +88,7 @@ def network_deltas(printed=False):
     loss = sum(
         torch.nn.functional.cross_entropy(y.T, label, reduction="sum") for y, label in zip(logits, classes, strict=True)
     )
-    expected = nodes.slopes(loss)
+    expected = nodes.gradients(loss)
     one_hot = torch.nn.functional.one_hot(classes, CLASSES).double().transpose(1, 2)
     with torch.no_grad():
         delta_y = [y.softmax(0) - target for y, target in zip(logits, one_hot, strict=True)]
@@ -103,8 +103,8 @@ def test_every_delta_of_the_network_is_autograds():
 
 def test_printed_deltas_are_wrong_below_the_last_layer():
     found, expected = network_deltas(printed=True)
-    for name, slope in expected.items():
+    for name, gradient in expected.items():
         if name.startswith(("y", f"{LAYERS - 1}")):
-            assert_close(found[name], slope, rtol=0, atol=1e-12)
+            assert_close(found[name], gradient, rtol=0, atol=1e-12)
         else:
-            assert 0.01 < relative_error(found[name], slope) < 1, name
+            assert 0.01 < relative_error(found[name], gradient) < 1, name

@@ -17,7 +17,7 @@ def rec_second_last_line(w, state, D):
     """The last printed line that still names ∂(r∘V h)/∂h, its Jacobian by autograd."""
     h, z, _, tilde, _ = state
     total = z * D + w["V_z"].T @ (z * (1 - z) * (h - tilde) * D)
-    jacobian_of = lambda h: torch.sigmoid(w["at_r"] + w["V_r"] @ h) * (w["V_h"] @ h)  # noqa: E731
+    jacobian_of = lambda h: torch.sigmoid(w["at_r"] + w["V_r"] @ h) * (w["V_h"] @ h)  # noqa: E731  # the equation in one line
     return total + torch.func.vjp(jacobian_of, h)[1]((1 - z) * (1 - tilde**2) * D)[0]
 
 
@@ -29,14 +29,14 @@ def rec_last_line(w, state, D):
 
 
 def one_unit(seed):
-    """A unit's weights, what its backward pass reads, a delta, and autograd's slopes along h→, h← and h."""
+    """A unit's weights, what its backward pass reads, a delta, and autograd's gradients along h→, h← and h."""
     w = make_unit(seed)
     inputs = [normal(M, B, seed=900 + 10 * seed + k).tanh().requires_grad_() for k in range(3)]
     D = normal(M, B, seed=990 + seed)
-    slopes = torch.autograd.grad((unit(w, *inputs) * D).sum(), inputs)
+    gradients = torch.autograd.grad((unit(w, *inputs) * D).sum(), inputs)
     right, left, h = (value.detach() for value in inputs)
     w["at_r"] = w["W_r1"] @ right + w["W_r2"] @ left
-    return w, (h, *gates(w, right, left, h)), D, slopes
+    return w, (h, *gates(w, right, left, h)), D, gradients
 
 
 each_seed = pytest.mark.parametrize("seed", range(8))
@@ -51,9 +51,9 @@ def test_up_and_rec_are_autograds(seed):
 
 @each_seed
 def test_printed_up_misses_the_reset_gates_path(seed):
-    w, state, D, slopes = one_unit(seed)
+    w, state, D, gradients = one_unit(seed)
     for number in (1, 2):
-        error = relative_error(up(w, number, state, D, printed=True), slopes[number - 1])
+        error = relative_error(up(w, number, state, D, printed=True), gradients[number - 1])
         assert 0.02 < error < 0.5
 
 

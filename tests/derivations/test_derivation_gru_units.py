@@ -18,7 +18,7 @@ def make_weights(N, M):
 
 
 def forward(x, h, w, node=lambda name, value: value):
-    """One time step; every use of h, r, z and x is a node of its own, named after the δ that is its slope."""
+    """One time step; every use of h, r, z and x is a node of its own, named after the δ that is its gradient."""
     r = torch.sigmoid(node("18", node("21", h) @ w["W_r"] + node("20", x) @ w["U_r"]))
     z = torch.sigmoid(node("11", node("15", h) @ w["W_z"] + node("14", x) @ w["U_z"]))
     z = node("9", z)
@@ -27,7 +27,7 @@ def forward(x, h, w, node=lambda name, value: value):
 
 
 def backward(d1, d2, x, h, r, z, g, w, printed=frozenset()):
-    """δ3 to δ24 by number, and this step's share of the weights' slopes."""
+    """δ3 to δ24 by number, and this step's share of the weights' gradients."""
     d = {"1": d1, "2": d2}
     d["3"] = d1 + d2
     d["4"] = (1 - z) * d["3"]
@@ -49,8 +49,8 @@ def backward(d1, d2, x, h, r, z, g, w, printed=frozenset()):
     d["23"] = d["19"] + d["22"]
     d["24"] = d["12"] + d["14"] + d["20"]
     at_r, at_g = ("10", "18") if "weights" in printed else ("18", "10")
-    slopes = {"W_r": h.T @ d[at_r], "U_r": x.T @ d[at_r], "W_z": h.T @ d["11"], "U_z": x.T @ d["11"]}
-    return d, slopes | {"W_g": (h * r).T @ d[at_g], "U_g": x.T @ d[at_g]}
+    gradients = {"W_r": h.T @ d[at_r], "U_r": x.T @ d[at_r], "W_z": h.T @ d["11"], "U_z": x.T @ d["11"]}
+    return d, gradients | {"W_g": (h * r).T @ d[at_g], "U_g": x.T @ d[at_g]}
 
 
 def one_step(N, M, printed=frozenset()):
@@ -60,11 +60,11 @@ def one_step(N, M, printed=frozenset()):
     d1, d2 = normal(B, M, seed=22), normal(B, M, seed=23)
     after, (r, z, g) = forward(x, h, w, nodes)
     value = (after * (d1 + d2)).sum()
-    expected = nodes.slopes(value) | nodes_of(value, {"23": h, "24": x} | w)
+    expected = nodes.gradients(value) | nodes_of(value, {"23": h, "24": x} | w)
     expected["22"], expected["19"] = expected["21"] + expected["15"], expected["17"] + expected["4"]
     with torch.no_grad():
-        d, slopes = backward(d1, d2, x, h, r, z, g, w, printed)
-    return d | slopes, expected
+        d, gradients = backward(d1, d2, x, h, r, z, g, w, printed)
+    return d | gradients, expected
 
 
 def nodes_of(value, leaves):
@@ -95,7 +95,7 @@ def test_each_misprint_spoils_what_depends_on_it_and_nothing_else(misprint):
 
 
 def through_time(printed=frozenset()):
-    """Slopes of Σ over steps, derived from the last step to the first (δ2 is the later step's δ23), and autograd's."""
+    """Gradients of Σ over steps, derived from the last step to the first (δ2: the later step's δ23), and autograd's."""
     N = M = 4
     w, xs = make_weights(N, M), normal(STEPS, B, N, seed=20).requires_grad_()
     h = first = normal(B, M, seed=21).requires_grad_()
@@ -108,10 +108,10 @@ def through_time(printed=frozenset()):
     found, d2, dx = {name: torch.zeros_like(p) for name, p in w.items()}, torch.zeros(B, M, dtype=xs.dtype), []
     with torch.no_grad():
         for t in reversed(range(STEPS)):
-            d, slopes = backward(d1[t], d2, *past[t], w, printed)
+            d, gradients = backward(d1[t], d2, *past[t], w, printed)
             d2 = d["23"]
             dx.insert(0, d["24"])
-            found = {name: found[name] + slopes[name] for name in found}
+            found = {name: found[name] + gradients[name] for name in found}
     return found | {"x": torch.stack(dx), "h": d2}, expected
 
 

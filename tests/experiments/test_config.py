@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from l2lopt import estimators, optimisers
 from l2lopt.core import registry
 from l2lopt.core.errors import UserError
+from l2lopt.experiments import build
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import Config, TrainConfig
 
@@ -16,7 +17,7 @@ DEMO = configs.demo()
 
 
 def test_the_demos_config_builds():
-    experiment = configs.build(configs.load(DEMO))
+    experiment = build.build(configs.load(DEMO))
     assert sum(p.numel() for p in experiment.optimiser.cell.parameters()) == 3280
     assert experiment.config.name == "learned-lstm"
 
@@ -110,7 +111,7 @@ MISTAKES = [
 @pytest.mark.parametrize(("change", "message"), MISTAKES, ids=[change for change, _ in MISTAKES])
 def test_a_mistake_is_told_in_one_line(change, message):
     with pytest.raises(UserError, match=message) as caught:
-        configs.build(configs.load(DEMO, ["seed=0", change]))
+        build.build(configs.load(DEMO, ["seed=0", change]))
     text = str(caught.value)
     assert "\n" not in text
     assert "expected" in text

@@ -85,7 +85,7 @@ def test_trains_and_paints_from_the_command_line(tmp_path, monkeypatch, capsys):
     (run / "model.safetensors").unlink()
     code, _, err = called(monkeypatch, capsys, "sample", run)
     assert (code, err.count("\n")) == (2, 1)
-    assert "model.safetensors: expected a trained DRAW, found nothing" in err
+    assert "model.safetensors: expected a trained model of images, found nothing" in err
 
 
 @pytest.mark.usefixtures("_data", "_without_figures")

@@ -18,10 +18,13 @@ from test_training import files
 
 import l2lopt
 from l2lopt.core.errors import UserError
-from l2lopt.experiments import comparison_study, labelling_studies, runs
+from l2lopt.experiments import build, comparison_study, runs, training_study
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import TrainConfig
-from l2lopt.report import figures
+from l2lopt.report import figures as report
+from l2lopt.report import style
+from optimisees import SequenceLabelling
+from optimisees.labelling import figures
 
 ROOT = Path(__file__).parents[2]
 needs_seqeval = pytest.mark.usefixtures("_seqeval")
@@ -34,8 +37,8 @@ def _seqeval():
 
 @pytest.fixture
 def _without_figures(monkeypatch):
-    for name in ("training_curve", "labelled_sequence"):
-        monkeypatch.setattr(figures, name, lambda *args, **options: [])
+    monkeypatch.setattr(report, "training_curve", lambda *args, **options: [])
+    monkeypatch.setattr(figures, "labelled_sequence", lambda *args, **options: [])
 
 
 def tokens(folder, sentences=40):
@@ -149,7 +152,7 @@ def test_activities_train_with_tensorboard_and_a_figure(tmp_path, monkeypatch, c
 
 def test_a_figure_shows_both_labellings(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(figures, "_written", lambda figure, folder, name: drawn.append(figure) or [])
+    monkeypatch.setattr(style, "write_figure", lambda figure, folder, name: drawn.append(figure) or [])
     words = figures.Example("a:1: $", ["O", "B-X", "I-X", "B-Y"], [0, 1, 2], [0, 1, 3], ["$", "b", "$c$"], None, None)
     figures.labelled_sequence(words, tmp_path)
     (panel,) = drawn[0].axes
@@ -266,8 +269,8 @@ def test_a_study_makes_its_table_and_goes_on_where_it_stood(tmp_path, monkeypatc
         ({"labellers": []}, "labellers: expected"),
         ({"seed": [3]}, "seed: expected a known key, found 'seed'; did you mean 'seeds'?"),
         (
-            {"labellers": [{"label": "a", "changes": ["optimisee=mlp"]}]},
-            "study: optimisee: expected a sequence-labelling",
+            {"labellers": [{"label": "a"}, {"label": "b", "changes": ["optimisee=mlp"]}]},
+            "study.toml: b: expected an optimisee with LabellingScores, found one with References",
         ),
         ({"labellers": [{"label": "a", "changes": ["optimisee.cell=x"]}]}, "cell: expected a known name, found 'x'"),
     ],
@@ -280,7 +283,7 @@ def test_a_studys_mistakes_end_in_one_line_before_any_work(tmp_path, monkeypatch
 
 
 def test_every_field_of_a_study_is_documented():
-    for model in (labelling_studies.LabellingStudy, labelling_studies.Labeller):
+    for model in (training_study.TrainingStudy, training_study.Run, SequenceLabelling.references):
         assert all(field.description for field in model.model_fields.values())
 
 
@@ -289,7 +292,7 @@ def test_the_config_for_files_of_the_users_own(tmp_path):
     """`configs/labelling-conll.toml` needs no more than their paths."""
     data = tokens(tmp_path)
     changes = [f"optimisee.data.{part}={data[part]!r}" for part in ("train", "valid", "test")]
-    built = configs.build_training(configs.load(ROOT / "configs/labelling-conll.toml", changes, kind=TrainConfig))
+    built = build.build_training(configs.load(ROOT / "configs/labelling-conll.toml", changes, kind=TrainConfig))
     assert built.optimisee.data.classes == ("O", "B-DSE", "I-DSE")
 
 
@@ -298,11 +301,13 @@ def test_the_config_for_files_of_the_users_own(tmp_path):
 def test_the_study_of_activities_is_sound(monkeypatch):
     """Its configs build on the real data, and the wider forward network has the bidirectional one's size to 2 %."""
     made = []
-    monkeypatch.setattr(labelling_studies, "make_all", lambda make, pieces, jobs, report: made.extend(pieces))
-    monkeypatch.setattr(labelling_studies, "_make", lambda piece, report: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(training_study, "make_all", lambda make, pieces, jobs, report: made.extend(pieces))
+    monkeypatch.setattr(
+        training_study, "_make", lambda references, piece, report: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
     with pytest.raises(KeyboardInterrupt):
         comparison_study.reproduce(ROOT / "configs/studies/labelling-har.toml", "nowhere")
-    networks = [configs.build_training(piece.config).optimisee for piece in made[:4]]
+    networks = [build.build_training(piece.config).optimisee for piece in made[:4]]
     sizes = [sum(value.numel() for value in network.init(0)[0].values()) for network in networks]
     assert [(network.layers, network.bidirectional) for network in networks] == [
         (3, True),

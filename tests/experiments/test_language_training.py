@@ -6,6 +6,7 @@ import os
 import random
 import re
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
 import laws
@@ -21,8 +22,9 @@ from test_training import files
 import l2lopt
 import optimisees
 from l2lopt.core.errors import UserError
+from l2lopt.core.references import Column
 from l2lopt.core.types import seed_of
-from l2lopt.experiments import comparison_study, language_studies
+from l2lopt.experiments import build, comparison_study, training_study
 from l2lopt.experiments import config as configs
 from l2lopt.experiments import runs as experiments
 from l2lopt.experiments.config import TrainConfig
@@ -89,7 +91,7 @@ def test_averaged_sgd_is_the_mean_of_what_followed():
     params, aux = task.init(seed)
     leaves = [value.requires_grad_() for value in params.values()]
     optimizer = torch.optim.SGD(leaves, lr=6.0, weight_decay=1e-3)
-    ends, iterates, losses, standing = [task.epoch("inner", seed, k) for k in (1, 2, 3, 4)], [], {}, {}
+    ends, iterates, losses, standing = [task.epoch_start("inner", seed, k) for k in (1, 2, 3, 4)], [], {}, {}
     losses[0], standing[0] = measure(task, "heldout", seed, params, aux), params
     for step in range(1, ends[-1] + 1):
         batch = task.batch("inner", seed, step - 1)
@@ -290,7 +292,7 @@ def test_a_study_makes_its_table_and_goes_on_where_it_stood(tmp_path, monkeypatc
     difference = found["runs"]["IRC-LSTM"]["0"]["test"] - tests[0]
     assert f"{'**worse**' if difference > 0 else 'better'} than LSTM by {abs(difference):.1f} |" in text
     assert re.search(r"\| IRC-LSTM \| 1 \| [\d,]+ \+ 9 \|", text)
-    corpus = configs.build_training(configs.load(tmp_path / "lm.toml", kind=TrainConfig)).optimisee.texts
+    corpus = build.build_training(configs.load(tmp_path / "lm.toml", kind=TrainConfig)).optimisee.texts
     words = corpus.vocabulary.tokens
     for order, label in ((1, "unigram"), (3, "Kneser-Ney 3-gram")):
         model = KneserNey(corpus.train.numpy(), len(words), words.index(EOS), order)
@@ -326,7 +328,10 @@ def test_jobs_side_by_side_make_the_same_table(tmp_path):
             {"runs": [{"label": "a"}, {"label": "b", "changes": ["optimisee.evaluation_tokens=9"]}]},
             "b: expected the texts of the first run, found others",
         ),
-        ({"runs": [{"label": "a", "changes": ["optimisee=mlp"]}]}, "study: optimisee: expected a language-model"),
+        (
+            {"runs": [{"label": "a", "changes": ["optimisee=mlp"]}]},
+            "n_grams: expected a known key, found 'n_grams'; choose one of",
+        ),
         ({"runs": [{"label": "a", "changes": ["optimisee.cell=x"]}]}, "cell: expected a known name, found 'x'"),
     ],
 )
@@ -338,7 +343,7 @@ def test_a_studys_mistakes_end_in_one_line_before_any_work(tmp_path, monkeypatch
 
 
 def test_every_field_of_a_study_is_documented():
-    for model in (language_studies.LanguageStudy, language_studies.Run):
+    for model in (training_study.TrainingStudy, training_study.Run, LanguageModel.references):
         assert all(field.description for field in model.model_fields.values())
 
 
@@ -358,21 +363,23 @@ def test_the_penn_treebank_and_its_5_grams():
 @pytest.mark.slow
 def test_the_study_of_every_cell_is_sound(monkeypatch):
     made = []
-    monkeypatch.setattr(language_studies, "make_all", lambda make, pieces, jobs, report: made.extend(pieces))
-    monkeypatch.setattr(language_studies, "_make", lambda piece, report: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(training_study, "make_all", lambda make, pieces, jobs, report: made.extend(pieces))
+    monkeypatch.setattr(
+        training_study, "_make", lambda references, piece, report: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
     with pytest.raises(KeyboardInterrupt):
         comparison_study.reproduce(ROOT / "configs/studies/ptb-cells.toml", "nowhere")
-    assert len(made) == 12 + 4 * 2
-    assert {(piece.config.train.epochs, piece.config.optimisee["hidden_size"]) for piece in made} == {(3, 200)}
+    trained = [piece for piece in made if piece.kind == "trained"]
+    assert (len(trained), len(made)) == (12 + 4 * 2, 12 + 4 * 2 + 2)
+    assert {(piece.config.train.epochs, piece.config.optimisee["hidden_size"]) for piece in trained} == {(3, 200)}
 
 
 def test_a_diverged_run_is_neither_better_nor_worse():
-    counts = language_studies.Counts(1, 1, 0)
-    runs = {0: language_studies._Found(1.0, math.nan, counts, 1.0)}, {0: language_studies._Found(1.0, 2.0, counts, 1.0)}
-    assert language_studies._against("LSTM", *runs) == "diverged, it or LSTM"
-    assert language_studies._against("LSTM", *reversed(runs)) == "diverged, it or LSTM"
+    column, runs = Column("", itemgetter("test")), ({"0": {"test": None}}, {"0": {"test": 2.0}})
+    assert training_study.against(column, "LSTM", *runs) == "diverged, it or LSTM"
+    assert training_study.against(column, "LSTM", *reversed(runs)) == "diverged, it or LSTM"
 
 
 def test_warm_up_may_be_as_long_as_the_epochs(tmp_path):
     settings = config(tmp_path, epochs=400, warm_up=1500)
-    assert configs.build_training(configs.load(settings, kind=TrainConfig)).config.train.warm_up == 1500
+    assert build.build_training(configs.load(settings, kind=TrainConfig)).config.train.warm_up == 1500

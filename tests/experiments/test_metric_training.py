@@ -20,11 +20,12 @@ from test_training import files
 import l2lopt
 from l2lopt.core.errors import UserError
 from l2lopt.core.types import seed_of
-from l2lopt.experiments import comparison_study, metric_studies, runs
+from l2lopt.experiments import build, comparison_study, runs, training_study
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import TrainConfig
 from l2lopt.report import figures
 from l2lopt.storage import tensor_file
+from optimisees import SequenceMetric
 from optimisees.data import har
 from optimisees.metric.retrieval import neighbour_curve, retrieval
 from optimisees.metric.time_warping import all_warped
@@ -84,7 +85,7 @@ def test_trains_from_the_command_line_for_the_projector(tmp_path, config, monkey
     found = text_format.Parse((run / "projector_config.pbtxt").read_text(), ProjectorConfig()).embeddings[0]
     points = [list(map(float, line.split("\t"))) for line in (run / found.tensor_path).read_text().splitlines()]
     labels = [line.split("\t") for line in (run / found.metadata_path).read_text().splitlines()]
-    model = configs.build_training(configs.load(config, kind=TrainConfig)).optimisee
+    model = build.build_training(configs.load(config, kind=TrainConfig)).optimisee
     _, tensors = tensor_file.read(run / "model.safetensors", "l2lopt.model", "a model", "")
     params = {name.removeprefix("params/"): value for name, value in tensors.items() if name.startswith("params/")}
     laws.assert_close(torch.tensor(points), model.embed(params, model.inputs("test")), 1e-5)
@@ -147,17 +148,17 @@ def test_a_study_makes_its_table_and_goes_on_where_it_stood(tmp_path, config, mo
     assert (code, err) == (0, "")
     assert [args[1].name for args in trained] == [
         "siamese-gru-0",
-        "siamese-gru-1",
-        "siamese-gru-1",
         "coupled-gru-0",
+        "coupled-gru-0",
+        "siamese-gru-1",
         "coupled-gru-1",
-    ]
+    ]  # every encoder's first seed comes first
     text = (tmp_path / "run" / "table.md").read_text()
     assert text.strip() in out
     found = json.loads((tmp_path / "run" / "table.json").read_text())
     assert [len(own) for own in found.values()] == [2, 2, 2, 2, 1, 1]
     assert (tmp_path / "run" / "figures" / "neighbour-curves.svg").exists()
-    model = configs.build_training(
+    model = build.build_training(
         configs.load(tmp_path / "har.toml", ["optimisee.encoder=coupled"], kind=TrainConfig)
     ).optimisee
     windows, inputs = model.windows("test"), model.inputs("test")
@@ -205,7 +206,10 @@ ENCODER = {"label": "a", "config": "har.toml"}
         ({"bands": 3}, "bands: expected a known key, found 'bands'; did you mean 'band'?"),
         ({"neighbours": [10]}, "test_subjects: expected at least 10 windows of other test subjects, found 9"),
         ({"encoders": [{**ENCODER, "config": "none.toml"}]}, "none.toml: expected a config file, found nothing"),
-        ({"encoders": [{**ENCODER, "changes": ["optimisee=mlp"]}]}, "study: optimisee: expected a sequence-metric"),
+        (
+            {"encoders": [{**ENCODER, "changes": ["optimisee=mlp"]}]},
+            "neighbours: expected a known key, found 'neighbours'",
+        ),
         (
             {"encoders": [ENCODER, {**ENCODER, "label": "b", "changes": ["optimisee.test_subjects=[2]"]}]},
             "study: b: expected the test windows of the others, found others",
@@ -221,13 +225,13 @@ def test_a_studys_mistakes_end_in_one_line_before_any_work(tmp_path, config, mon
 
 
 def test_every_field_of_a_study_is_documented():
-    for model in (metric_studies.MetricStudy, metric_studies.Encoder):
+    for model in (training_study.TrainingStudy, SequenceMetric.references):
         assert all(field.description for field in model.model_fields.values())
 
 
 def test_the_shipped_study_is_of_both_encoders():
     shipped = comparison_study.load("har")
-    own = [configs.load(ROOT / "configs/studies" / one.config, kind=TrainConfig) for one in shipped.encoders]
+    own = [configs.load(ROOT / "configs/studies" / one.config, kind=TrainConfig) for one in shipped.runs]
     assert [one.optimisee["encoder"] for one in own] == ["siamese", "coupled"]
     same = [one.model_dump() for one in own]
     for facts in same:

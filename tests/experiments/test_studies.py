@@ -11,8 +11,8 @@ import torch
 from killing import interrupted
 
 from l2lopt.core.errors import UserError
-from l2lopt.evaluation import comparison
-from l2lopt.experiments import comparison_study
+from l2lopt.evaluation import comparison, free_runs
+from l2lopt.experiments import comparison_jobs, comparison_study, runs
 from l2lopt.report.figures import read
 from optimisees import digits
 
@@ -99,7 +99,7 @@ def test_a_stopped_study_goes_on_where_it_stood(made, tmp_path, monkeypatch):
     comparison_study.reproduce(source, tmp_path / "run")
     assert len(calls) == 4 + 1  # each piece once, but for the one that was stopped
     assert table(tmp_path / "run") == table(made[1])
-    monkeypatch.setattr(comparison_study.experiments, "meta_train", None)  # nothing is meta-trained again
+    monkeypatch.setattr(runs, "meta_train", None)  # nothing is meta-trained again
     comparison_study.reproduce(source, tmp_path / "run")
     assert len(calls) == 5
 
@@ -136,6 +136,29 @@ def test_an_optimiser_can_be_taken_as_it_is(made, tmp_path):
     ]
     assert losses[0] == losses[1]
     assert not (home / "control-0" / "optimiser.safetensors").exists()
+
+
+def test_a_class_of_another_package_is_a_baseline(tmp_path):
+    """From the study's file to the table, beside ours, which it equals; nothing is made twice."""
+    baselines = [
+        {"optimiser": "adam", "rates": [0.01, 0.1]},
+        {"optimiser": {"name": "torch.optim:Adam"}, "rates": [0.01, 0.1]},
+        {"optimiser": {"name": "torch.optim:Muon", "rest": "adamw"}, "rates": [0.03], "schedule": "cosine"},
+    ]
+    config = {**CONFIG, "evaluation": {**CONFIG["evaluation"], "baselines": baselines}}
+    given = {**STUDY["optimisers"][0], "optimiser": {"name": "normalised-adam", "lr": 0.01}}
+    source = written(tmp_path, {**STUDY, "optimisers": [given]}, config)
+    comparison_study.reproduce(source, tmp_path / "run")
+    first = table(tmp_path / "run")
+    means = {(row["optimiser"], row["horizon"], row["split"]): row["mean"] for row in first["Small, MLP"]["table"]}
+    for (name, *place), mean in means.items():
+        if name == "adam":
+            assert means["torch.optim:Adam", *place] == pytest.approx(mean, rel=1e-5)
+    assert first["Small, MLP"]["chosen"]["torch.optim:Muon"].keys() == {"2", "5"}
+    assert (tmp_path / "run" / "small-mlp" / "torch-optim-adam.json").exists()
+    (tmp_path / "run" / "small-mlp" / "torch-optim-adam.json").unlink()  # its groups stay
+    comparison_study.reproduce(source, tmp_path / "run")
+    assert table(tmp_path / "run") == first
 
 
 @pytest.mark.slow
@@ -209,7 +232,7 @@ def test_a_study_stopped_within_a_piece_loses_one_group(made, tmp_path, monkeypa
     config = {**CONFIG, "evaluation": {**CONFIG["evaluation"], "rows": 1, "baselines": rates}}
     study = {**STUDY, "meta_seeds": [0], "optimisers": STUDY["optimisers"][:1]}
     whole = comparison_study.reproduce(written(tmp_path / "whole", study, config), tmp_path / "whole" / "run")
-    plain, calls = comparison.run_free, []
+    plain, calls = free_runs.run_free, []
 
     def stopping(*args, **options):
         calls.append(args)
@@ -219,7 +242,7 @@ def test_a_study_stopped_within_a_piece_loses_one_group(made, tmp_path, monkeypa
 
     source = written(tmp_path, study, config)
     monkeypatch.setattr(comparison_study, "_forecast", lambda *args: None)  # it takes some steps of its own
-    monkeypatch.setattr(comparison, "run_free", stopping)
+    monkeypatch.setattr(free_runs, "run_free", stopping)
     for moment in (
         2 + 2,
         2 + 2,
@@ -240,14 +263,14 @@ def test_a_study_stopped_within_a_piece_loses_one_group(made, tmp_path, monkeypa
     calls.clear()
     comparison_study.reproduce(written(tmp_path, study, config), tmp_path / "run")
     assert len(calls) in (1, 1 + 4)  # the new rate's tuning, and its networks if it is the best
-    monkeypatch.setattr(comparison, "run_free", plain)
+    monkeypatch.setattr(free_runs, "run_free", plain)
     again = comparison_study.reproduce(written(tmp_path / "again", study, config), tmp_path / "again" / "run")
     assert table(tmp_path / "run") == table(again[1].parent)
 
 
 def test_other_data_under_the_same_name_is_noticed(tmp_path, monkeypatch):
     """The images of the folder change between two calls: nothing is taken for theirs."""
-    plain, calls = comparison.run_free, []
+    plain, calls = free_runs.run_free, []
 
     def counted(*args, **options):
         calls.append(args)
@@ -260,11 +283,11 @@ def test_other_data_under_the_same_name_is_noticed(tmp_path, monkeypatch):
     source = written(tmp_path, {**STUDY, "meta_seeds": [0], "optimisers": [given]})
     comparison_study.reproduce(source, tmp_path / "run")
     first = table(tmp_path / "run")
-    monkeypatch.setattr(comparison, "run_free", counted)
+    monkeypatch.setattr(free_runs, "run_free", counted)
     comparison_study.reproduce(source, tmp_path / "run")
     assert (calls, table(tmp_path / "run")) == ([], first)
     monkeypatch.setattr("optimisees.classifiers.sources.digits", written_digits)
-    comparison_study._fingerprint.cache_clear()
+    comparison_jobs._fingerprint.cache_clear()
     comparison_study.reproduce(source, tmp_path / "run")
     assert calls
     assert table(tmp_path / "run") != first
@@ -316,9 +339,9 @@ def test_the_papers_figure_by_name(name, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("name", ["digits-mlp", "digits-convnet"])
 def test_the_studies_of_the_readme_are_sound(name):
     """Its configs load and fit together."""
-    place = comparison_study._Place(str(ROOT / f"configs/studies/{name}.toml"), "nowhere", ())
-    pieces = list(comparison_study._pieces(comparison_study.load(place.source), place))
-    assert len(pieces) == 4 * 3 + 4
+    path = ROOT / f"configs/studies/{name}.toml"
+    location = comparison_jobs.StudyLocation(comparison_study.load(path), str(path), "nowhere", ())
+    assert len(list(comparison_jobs.all_jobs(location))) == 4 * 3 + 4
 
 
 @pytest.mark.parametrize(

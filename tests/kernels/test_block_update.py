@@ -31,7 +31,7 @@ def fast(rule, backend="cpu", **options):
 @pytest.mark.parametrize("mixture", ["next batch", "next batch and heldout"])
 @pytest.mark.parametrize("rule", each(LEARNED))
 def test_equals_the_tape(rule, mixture):
-    """With the slope of a statistic, unless the network sees θ."""
+    """With the adjoint of a mean, unless the network sees θ."""
     plain = problem(rule, mixture=mixture)
     plain = plain if has_statistic_adjoint(OPTIMISERS[rule]()) else with_means_constant(plain)
     laws.assert_close(vars(laws.run(Blockwise(), fast(rule, mixture=mixture))), vars(laws.run(Taped(), plain)), 1e-10)
@@ -41,7 +41,7 @@ def test_equals_the_tape(rule, mixture):
 @pytest.mark.parametrize("truncation", [None, 1, 3])
 @pytest.mark.parametrize("rule", [DIRECTION, f"{DIRECTION} by fan-in"])
 @pytest.mark.parametrize("seeds", [3, (3, 4)], ids=["run", "rows"])
-def test_the_slope_of_a_statistic_is_the_tapes(seeds, rule, truncation, backend):
+def test_the_adjoint_of_a_mean_is_the_tapes(seeds, rule, truncation, backend):
     """By hand and on the tape, with blocks that cut tensors in two and gradients that are skipped."""
     options = {"optimisee": "module with batch norm", "mixture": "heldout", "seeds": seeds, "length": 5}
     task, plain = fast(rule, backend, **options), problem(rule, **options)
@@ -51,7 +51,7 @@ def test_the_slope_of_a_statistic_is_the_tapes(seeds, rule, truncation, backend)
             value, aux = task.loss(params, aux, batch)
             if any(batch is step.batch for step in task.steps[1::2]):
                 part = params[..., 5:7]
-                value = value + 0.0 * (part - part.detach()).sqrt().sum(-1)  # the slope of √ at 0: two are NaN
+                value = value + 0.0 * (part - part.detach()).sqrt().sum(-1)  # the derivative of √ at 0: two are NaN
             return value, aux
 
         return task._replace(loss=function)
@@ -98,7 +98,7 @@ def test_is_what_the_reference_is_under_every_option(options, seeds):
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_the_mean_over_samples_of_coordinates_has_the_slope_of_a_statistic(backend):
+def test_the_mean_over_samples_of_coordinates_has_the_adjoint_of_a_mean(backend):
     """Over each of the six samples of two of four coordinates: the whole to rounding."""
     task = fast(DIRECTION, backend, optimisee="quadratic", seeds=3)
     whole, layout, drawn = laws.run(Blockwise(), task).gradient, task.carry.state.layout, {}

@@ -124,11 +124,11 @@ def test_derivatives_are_the_references(rule):
     optimiser = reference(rule=rule, items=["log-and-sign", "rnnprop"])
     twin, (layout, (grads, *_), params, _) = kernels.fast(optimiser, "cpu"), problem(50)
     state = twin.init(layout, like=params)
-    slopes = [
+    gradients = [
         torch.autograd.grad(each.update(grads, state, params)[0].sum(), list(optimiser.parameters()))
         for each in (twin, optimiser)
     ]
-    laws.assert_same(*slopes)
+    laws.assert_same(*gradients)
     leaf = grads.clone().requires_grad_()
     assert twin.update_with(pytree.tree_map(torch.detach, twin.phi()), leaf, state, params)[0].requires_grad
     assert not any(result.requires_grad for result in pytree.tree_leaves(twin.update_(leaf, state, params)))

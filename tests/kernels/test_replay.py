@@ -103,8 +103,8 @@ def test_finite_differences_agree(rule):
             total += (sources * theta).sum().item()
         return total
 
-    slope = sum((gradient[name] * along[name]).sum().item() for name in along)
-    assert (value(h) - value(-h)) / (2 * h) == pytest.approx(slope, rel=1e-6)
+    derivative = sum((gradient[name] * along[name]).sum().item() for name in along)
+    assert (value(h) - value(-h)) / (2 * h) == pytest.approx(derivative, rel=1e-6)
 
 
 @pytest.mark.parametrize("rule", RULES)

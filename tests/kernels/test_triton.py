@@ -211,7 +211,7 @@ def test_no_coordinates_and_no_steps_give_zeros(rule):
 @pytest.mark.parametrize("share", [1.0, 0.5])
 @pytest.mark.parametrize("rule", ["gated", "direction-and-magnitude"])
 def test_an_unroll_has_the_same_meta_gradient(rule, share):
-    """The blockwise unroll on the kernels, the statistic's slope among it, against the same by autograd."""
+    """The blockwise unroll on the kernels, the adjoint of the mean among it, against the same by autograd."""
     optimiser = learned("lstm", rule, ["log-and-sign"])
     optimiser.float().to(DEVICE)
     size, steps = 41, 4

@@ -111,7 +111,7 @@ def test_the_window_moves_where_the_centre_says(x, y, stride):
         assert torch.equal(after.columns if axis else after.rows, view.columns if axis else view.rows)
 
 
-def test_a_filter_far_outside_has_a_finite_slope():
+def test_a_filter_far_outside_has_a_finite_gradient():
     five = numbers(across=50.0, variance=1e-3).requires_grad_()
     view = window(five, 3, 8, 8)
     view.read(pictures(1, 8, 8)).sum().backward()

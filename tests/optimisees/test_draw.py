@@ -133,10 +133,10 @@ def test_the_loss_is_its_transcription(options):
     assert loss.item() == pytest.approx(reconstruction + kl, rel=1e-12)
     trail = functional_call(model.network, params, (batch["noise"], x))
     laws.assert_close(torch.stack(trail.canvases)[:, 1], torch.tensor(found[1][2], dtype=torch.float64))
-    facts = model.step_facts(batch, aux)
+    facts = model.step_info(batch, aux)
     assert (facts.samples, facts.unit, facts.rate) == (3, "images", 1.0)
     assert facts.figures["bound"] == pytest.approx(loss.item())
-    assert model.readings(loss.item()) == {"bound": loss.item()}
+    assert model.derived_metrics(loss.item()) == {"bound": loss.item()}
     laws.assert_close(model.evaluate(params, {}, batch), loss)
     laws.assert_close(model.metrics(params, {}, batch), aux)
 
@@ -160,11 +160,11 @@ def test_painting_from_the_prior_is_the_decoder_alone(options):
         if view is not None:
             laws.assert_close(trail.windows[t].rectangle(), view.rectangle(), 1e-11)
     assert len(trail.windows) == (0 if view is None else 3)
-    painting = model.sample(params, 2, seed=4)
+    painting = model.sample_images(params, 2, seed=4)
     assert painting.images.shape == (3, 2, *model.data.train_inputs.shape[1:])
     assert (painting.rectangles is None) == (view is None)
-    laws.assert_same(model.sample(params, 2, seed=4), painting)
-    assert not torch.equal(model.sample(params, 2, seed=5).images, painting.images)
+    laws.assert_same(model.sample_images(params, 2, seed=4), painting)
+    assert not torch.equal(model.sample_images(params, 2, seed=5).images, painting.images)
 
 
 def test_kl_and_weights_are_those_of_distributions():
@@ -244,23 +244,25 @@ def test_noise_is_fresh_in_training_and_fixed_in_evaluation():
     assert not torch.equal(first[0], first[1])
     assert not torch.equal(model.batch("train", 1, 0)["noise"], first)
     for seed in (0, 1):
-        laws.assert_same(list(small().whole("test", seed)), list(model.whole("test", 5)))
+        laws.assert_same(list(small().evaluation_batches("test", seed)), list(model.evaluation_batches("test", 5)))
 
 
 def test_splits_share_out_the_images():
     model = small(heldout=0.3, evaluation_size=4)
 
     def images(split, seed):
-        return sorted(row for batch, _ in model.whole(split, seed) for row in batch["inputs"].flatten(1).tolist())
+        return sorted(
+            row for batch, _ in model.evaluation_batches(split, seed) for row in batch["inputs"].flatten(1).tolist()
+        )
 
     assert images("train", 0) == sorted(SPOTS.train_inputs.flatten(1).tolist())
     assert images("test", 0) == sorted(SPOTS.test_inputs.flatten(1).tolist())
     assert sorted(images("inner", 0) + images("heldout", 0)) == images("train", 0)
     assert images("heldout", 0) != images("heldout", 1)
-    assert [count for _, count in model.whole("test", 0)] == [4, 4, 1]
-    assert model.epoch("train", 0, 2) == 12  # 20 images in batches of 3
+    assert [count for _, count in model.evaluation_batches("test", 0)] == [4, 4, 1]
+    assert model.epoch_start("train", 0, 2) == 12  # 20 images in batches of 3
     few = small(evaluation_samples=5)
-    assert sum(count for _, count in few.whole("train", 3)) == 5
+    assert sum(count for _, count in few.evaluation_batches("train", 3)) == 5
 
 
 @pytest.mark.parametrize("level", [0, 1, 100, 128, 255])
@@ -273,7 +275,7 @@ def test_binarised_images(level):
     assert first.double().mean().item() == pytest.approx(level, abs=4)
     assert torch.equal(first, second) == (level in (0, 255))
     assert threshold.batch("train", 0, 0)["inputs"].unique().tolist() == [255 if level > 127 else 0]
-    laws.assert_same(list(sampled.whole("test", 0)), list(sampled.whole("test", 1)))
+    laws.assert_same(list(sampled.evaluation_batches("test", 0)), list(sampled.evaluation_batches("test", 1)))
 
 
 @given(height=st.integers(1, 7), width=st.integers(1, 7))
@@ -308,7 +310,7 @@ def test_reconstructions_are_the_pass_over_the_images():
     noise = model._noise(2, "reconstruct", 3)
     trail = functional_call(model.network, params, (noise, images.double() / 255))
     laws.assert_close(painting.images, torch.stack(trail.canvases).sigmoid().detach())
-    shown = model.pictures(params)
+    shown = model.images(params)
     assert {name: tuple(value.shape) for name, value in shown.items()} == {
         "samples": (16, 2, 5, 4),
         "reconstructions": (16, 2, 5, 4),
@@ -367,5 +369,5 @@ def test_generation_takes_the_fast_path(monkeypatch):
         draw_network.sequence, "run", lambda cell, x, state: found.append(x.shape) or kept(cell, x, state)
     )
     monkeypatch.setattr(type(model.network.decoder), "forward", None)
-    model.sample(model.init(0)[0], 5)
+    model.sample_images(model.init(0)[0], 5)
     assert found == [(3, 3, 5)]

@@ -21,7 +21,8 @@ from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import TrainConfig
 from optimisees.data.text import Corpus, Vocabulary
 from optimisees.language import language_model
-from optimisees.language.language_model import RECURRENT, LanguageModel
+from optimisees.language.language_model import LanguageModel
+from optimisees.language.windows import cut_windows
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 LONG = Corpus(Vocabulary(tuple("abcdefg"), "word"), *(torch.arange(count) ** 2 % 7 for count in (1000, 600, 300)))
@@ -71,7 +72,7 @@ def test_the_loss_is_that_of_torchs_lstm(step):
     assert bool(batch["goes_on"]) == (step > 0)
     laws.assert_close(loss, cross_entropy + 3.0 * activation + 0.7 * temporal)
     laws.assert_close(after, states | {"cross_entropy": cross_entropy})
-    facts = model.step_facts(batch, after)
+    facts = model.step_info(batch, after)
     assert facts.figures == {"perplexity": pytest.approx(math.exp(cross_entropy))}
     assert (facts.rate, facts.samples, facts.unit) == (len(batch["tokens"]) / 6, 2 * len(batch["tokens"]), "tokens")
 
@@ -81,7 +82,7 @@ def test_evaluation_carries_the_state_and_drops_nothing(monkeypatch):
     model = SMALL()
     params, _ = random_params(model)
     for split, columns, text in (("heldout", 10, TEXTS.valid), ("test", 1, TEXTS.test), ("train", 10, TEXTS.train)):
-        ((batch, samples),) = model.whole(split, 0)
+        ((batch, samples),) = model.evaluation_batches(split, 0)
         rows = len(text) // columns
         read = text[: rows * columns].view(columns, rows).T
         assert torch.equal(batch["tokens"], read[:-1])
@@ -116,7 +117,7 @@ def test_windows_follow_one_another_through_the_text(split, seed):
     model = LanguageModel(LONG, "rnn", 2, 2, 1, weight_drop=0.0, batch_size=3, window=10)
     text = LONG.train if split == "train" else LONG.valid
     rows = len(text) // 3
-    first = model.epoch(split, seed, 1)
+    first = model.epoch_start(split, seed, 1)
     batches = [model.batch(split, seed, step) for step in range(first)]
     read = text[: 3 * rows].view(3, rows).T
     assert torch.equal(torch.cat([batch["tokens"] for batch in batches]), read[:-1])
@@ -131,7 +132,7 @@ def test_windows_follow_one_another_through_the_text(split, seed):
 
 @given(rows=st.integers(1, 400), window=st.integers(1, 90), seed=st.one_of(st.none(), st.integers(0, 2**40)))
 def test_windows_cover_every_row_once(rows, window, seed):
-    begins = language_model._cut(rows, window, seed)
+    begins = cut_windows(rows, window, seed)
     lengths = [b - a for a, b in pairwise(begins)]
     assert (begins[0], begins[-1]) == (0, rows)
     assert all(length >= (5 if seed is not None else window) for length in lengths[:-1])
@@ -142,7 +143,7 @@ def test_windows_cover_every_row_once(rows, window, seed):
 
 def test_lengths_have_the_recipes_distribution():
     """95 % of N(70, 5²), the rest of N(35, 5²), cut to whole numbers."""
-    begins = language_model._cut(2_000_000, 70, 1)
+    begins = cut_windows(2_000_000, 70, 1)
     lengths = torch.tensor(begins).diff().double()[:-1]
     short = lengths < 52
     assert short.double().mean().item() == pytest.approx(0.05, abs=0.005)
@@ -153,26 +154,27 @@ def test_lengths_have_the_recipes_distribution():
 
 def test_shifted_runs_begin_elsewhere_and_read_the_same_text():
     model = LanguageModel(LONG, "rnn", 2, 2, 1, weight_drop=0.0, batch_size=1, shifted=True)
-    epoch = range(model.epoch("train", 0, 1))
+    epoch = range(model.epoch_start("train", 0, 1))
     reads = [torch.cat([model.batch("train", seed, step)["tokens"] for step in epoch]).flatten() for seed in (1, 2)]
     assert not torch.equal(*reads)
     doubled = torch.cat([LONG.train, LONG.train]).unfold(0, 999, 1)
     assert all((doubled == read).all(1).any() for read in reads)
 
 
-@pytest.mark.parametrize("cell", RECURRENT)
+@pytest.mark.parametrize("cell", [name for name in cells.CELLS if name != "stacked"])
 def test_weight_drop_takes_the_recurrent_weights_alone(cell):
     """A share p of each becomes 0, the rest 1/(1 − p); a new window has new masks."""
     model = SQUARE(cell=cell, weight_drop=0.5)
     masks = [model.batch("train", 0, step)["masks"] for step in (0, 1)]
     weights = {name.removeprefix("layers.").replace(".cell.", "."): w for name, w in model.stack.named_parameters()}
+    recurrent = cells.build(cell, 4, 4).recurrent_weights
     names = sorted(name for name in masks[0] if name.startswith("stack.") and "dropout" not in name)
-    assert names == sorted(f"stack.{layer}.0.{name}" for layer in (0, 1) for name in RECURRENT[cell])
+    assert names == sorted(f"stack.{layer}.0.{name}" for layer in (0, 1) for name in recurrent)
     assert all(masks[0][name].shape == weights[name.removeprefix("stack.")].shape for name in names)
     assert all(set(masks[0][name].unique().tolist()) <= {0.0, 2.0} for name in names)
     assert any(not torch.equal(masks[0][name], masks[1][name]) for name in names)
     hidden = cells.build(cell, 4, 4)
-    acting = {name for name, _ in hidden.named_parameters()} & set(RECURRENT[cell])
+    acting = {name for name, _ in hidden.named_parameters()} & set(recurrent)
     with torch.no_grad():
         for name, value in hidden.named_parameters():
             value.fill_(0.0 if name in acting else 0.3)
@@ -182,6 +184,33 @@ def test_weight_drop_takes_the_recurrent_weights_alone(cell):
     moved = hidden(x, other)[0] - one
     # Without U, ω or U_V and Γ nothing of h or x_{t−1} goes into gates and candidate: only h's own share in h' is left.
     assert moved.abs().max() == 0 or cell.endswith(("gru", "fastgrnn"))
+
+
+class Elman(cells.Cell):
+    """h' = tanh(x + a∘h): a cell that nothing but its line in the table knows."""
+
+    recurrent_weights = ("a",)
+
+    def __init__(self, input_size: int, hidden_size: int) -> None:
+        super().__init__(input_size, hidden_size, {"h": hidden_size})
+        self.w = torch.nn.Parameter(torch.randn(hidden_size, input_size))
+        self.a = torch.nn.Parameter(torch.randn(hidden_size))
+
+    def forward(self, x, state):
+        h = torch.tanh(self.w @ x + self.a[:, None] * state["h"])
+        return h, {"h": h}
+
+
+def test_a_new_cell_is_a_language_models_with_weight_drop(monkeypatch):
+    monkeypatch.setitem(cells.CELLS, "elman", Elman)
+    model = SQUARE(cell="elman", weight_drop=0.5)
+    params, aux = model.init(0)
+    batch = model.batch("train", 0, 0)
+    assert {"stack.0.0.a", "stack.1.0.a"} <= set(batch["masks"])
+    leaves = {name: value.requires_grad_() for name, value in params.items()}
+    loss, _ = model.loss(leaves, aux, batch)
+    dropped = torch.autograd.grad(loss, leaves["stack.layers.0.0.cell.a"])[0]
+    assert torch.equal(dropped == 0, batch["masks"]["stack.0.0.a"] == 0)
 
 
 def test_dropout_is_one_mask_a_window():
@@ -241,7 +270,7 @@ def test_recurrent_parameters_of_table_2(name):
 def test_gate_biases_are_counted_beside(name, biases):
     counts = from_config(name, "optimisee.cell.gate_bias=true").counts()
     assert (counts.recurrent, counts.gate_biases) == (COUNTS[name], biases)
-    assert f"{COUNTS[name]:,} of them in the recurrent layers (and {biases:,} in gate biases)" in counts.told()
+    assert f"{COUNTS[name]:,} of them in the recurrent layers (and {biases:,} in gate biases)" in counts.summary()
 
 
 def test_the_lstm_with_two_biases_has_the_parameters_of_awd():
@@ -257,15 +286,15 @@ def test_speaking_follows_the_models_probabilities():
     targets = [torch.cat([opened[1:], last]) for last in torch.arange(model.vocabulary_size).view(-1, 1, 1)]
     losses = torch.stack([model.evaluate(params, {}, {"tokens": opened, "targets": own}) for own in targets])
     chances = (-len(opened) * losses).softmax(0)  # the targets differ in the last alone
-    assert list(model.speak(params, prompt, 1, temperature=0.0)) == [int(chances.argmax())]
+    assert list(model.generate(params, prompt, 1, temperature=0.0)) == [int(chances.argmax())]
     for seed in range(20):
         drawn = torch.multinomial(chances, 1, generator=generator("sample", seed))
-        assert list(model.speak(params, prompt, 1, seed=seed)) == drawn.tolist()
+        assert list(model.generate(params, prompt, 1, seed=seed)) == drawn.tolist()
     cold = torch.multinomial((chances.log() / 0.3).softmax(0), 1, generator=generator("sample", 1))
-    assert list(model.speak(params, prompt, 1, temperature=0.3, seed=1)) == cold.tolist()
-    assert list(model.speak(params, prompt, 9, seed=4)) == list(model.speak(params, prompt, 9, seed=4))
-    greedy = list(model.speak(params, prompt, 3, temperature=0.0))
-    assert list(model.speak(params, torch.cat([prompt, torch.tensor(greedy[:2])]), 1, temperature=0.0)) == greedy[2:]
+    assert list(model.generate(params, prompt, 1, temperature=0.3, seed=1)) == cold.tolist()
+    assert list(model.generate(params, prompt, 9, seed=4)) == list(model.generate(params, prompt, 9, seed=4))
+    greedy = list(model.generate(params, prompt, 3, temperature=0.0))
+    assert list(model.generate(params, torch.cat([prompt, torch.tensor(greedy[:2])]), 1, temperature=0.0)) == greedy[2:]
 
 
 MISTAKES = [

@@ -42,7 +42,7 @@ def test_it_is_torchvisions_without_its_large_stem():
     laws.assert_close(list(ours.state_dict().values()), list(model.state_dict().values()), 1e-5)
 
 
-def slope(task, seed=0):
+def gradient(task, seed=0):
     found = grad(task.loss, has_aux=True)(*task.init(seed), task.batch("train", seed, 1))[0]
     return Layout.of(found).ravel(found)
 
@@ -54,7 +54,7 @@ def test_blockwise_equals_the_tape_on_images_in_bytes(seeds):
 
 
 def test_channels_last_gives_the_same_numbers():
-    laws.assert_close(slope(small_resnet(channels_last=True)), slope(small_resnet()), 1e-9)
+    laws.assert_close(gradient(small_resnet(channels_last=True)), gradient(small_resnet()), 1e-9)
 
 
 def test_autocast_computes_in_bfloat16_and_keeps_loss_and_statistics():
@@ -73,7 +73,7 @@ def test_autocast_computes_in_bfloat16_and_keeps_loss_and_statistics():
     assert loss != wanted
     assert {value.dtype for value in moved.values()} == {torch.float32, torch.int64}
     laws.assert_close(moved["model.blocks.1.norm2.running_var"], theirs["model.blocks.1.norm2.running_var"], 0.05)
-    assert slope(task).dtype == torch.float32
+    assert gradient(task).dtype == torch.float32
 
 
 def test_the_loss_of_a_step_is_the_ordinary_modules():

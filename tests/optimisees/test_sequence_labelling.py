@@ -84,19 +84,19 @@ def test_loss_and_gradients_are_those_of_the_equations(data, bidirectional):
         )
     ]
     assert aux["accuracy"].item() == pytest.approx(sum(right) / len(right))
-    assert model.step_facts(batch, aux).figures == {"accuracy": pytest.approx(sum(right) / len(right))}
+    assert model.step_info(batch, aux).figures == {"accuracy": pytest.approx(sum(right) / len(right))}
     laws.assert_close(found, wanted, 1e-11)
     leaves = {name: value.clone().requires_grad_() for name, value in params.items()}
-    slopes = torch.autograd.grad(model.loss(leaves, {}, batch)[0], list(leaves.values()))  # by the derived passes
-    laws.assert_close(dict(zip(leaves, slopes, strict=True)), wanted, 1e-11)
-    ((whole, positions),) = model.whole("test", 0)
+    gradients = torch.autograd.grad(model.loss(leaves, {}, batch)[0], list(leaves.values()))  # by the derived passes
+    laws.assert_close(dict(zip(leaves, gradients, strict=True)), wanted, 1e-11)
+    ((whole, positions),) = model.evaluation_batches("test", 0)
     assert positions == whole["lengths"].sum() < whole["classes"].numel()
     laws.assert_close(model.evaluate(params, {}, whole), literal(model, params, whole, None))
 
 
 def test_evaluation_is_the_same_in_pieces(monkeypatch):
     model = MADE(TOKENS, embedding_size=3)
-    params, ((whole, _),) = random_params(model), model.whole("train", 0)
+    params, ((whole, _),) = random_params(model), model.evaluation_batches("train", 0)
     loss, labelling = model.evaluate(params, {}, whole), model.label(params, "train")
     monkeypatch.setattr(sequence_labelling, "_CHUNK", 3)
     laws.assert_close(model.evaluate(params, {}, whole), loss)
@@ -123,9 +123,9 @@ def test_padding_reaches_nothing(make):
     for other in (poisoned, longer):
         for one in (batch, other):
             one["found"] = model.evaluate(params, {}, one), model.metrics(params, {}, one)
-            one["slopes"] = grad(lambda p, one=one: model.loss(p, {}, one)[0])(params)
+            one["gradients"] = grad(lambda p, one=one: model.loss(p, {}, one)[0])(params)
         laws.assert_same(other["found"], batch["found"])
-        laws.assert_same(other["slopes"], batch["slopes"])
+        laws.assert_same(other["gradients"], batch["gradients"])
 
 
 def test_metrics_are_those_of_the_labels():
@@ -146,14 +146,14 @@ def test_metrics_are_those_of_the_labels():
 
 def test_an_epoch_shows_every_sequence_once():
     model = SequenceLabelling(SIGNALS, batch_size=4, dtype="float64")
-    assert [model.epoch("train", 0, k) for k in (0, 1, 2)] == [0, 2, 4]
+    assert [model.epoch_start("train", 0, k) for k in (0, 1, 2)] == [0, 2, 4]
     for seed in (0, 1):
         seen = torch.cat([model.batch("train", seed, step)["inputs"][0, :, 0] for step in (0, 1)])
         assert sorted(seen.tolist()) == sorted(SIGNALS.train.inputs[0, :, 0].tolist())
     orders = [model.batch("train", *key)["inputs"][0, :, 0].tolist() for key in ((0, 0), (0, 2), (1, 0))]
     assert orders[0] != orders[1] != orders[2] != orders[0]
     assert model.batch("heldout", 0, 0)["lengths"].sum() == SIGNALS.valid.lengths.sum()
-    facts = model.step_facts(model.batch("train", 0, 0), {"accuracy": torch.ones(())})
+    facts = model.step_info(model.batch("train", 0, 0), {"accuracy": torch.ones(())})
     assert (facts.unit, facts.samples, facts.rate) == ("positions", int(model.batch("train", 0, 0)["lengths"].sum()), 1)
 
 

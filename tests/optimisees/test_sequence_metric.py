@@ -86,12 +86,12 @@ def test_splits_are_by_subject():
     inner = model.inputs("inner").movedim(1, 0).flatten(1)
     assert inner.mean(1).abs().max() < 1e-6
     assert (inner.std(1, correction=0) - 1).abs().max() < 1e-6
-    whole = list(model.whole("test", 0))
+    whole = list(model.evaluation_batches("test", 0))
     assert [count for _, count in whole] == [len(batch["targets"]) for batch, _ in whole] == [5, 5, 2]
     rows = torch.cat([batch["inputs"] for batch, _ in whole]).flatten(1)
     laws.assert_close(rows.sort(0).values, model.inputs("test").flatten(1).sort(0).values)
     few = SIAMESE(evaluation_windows=6)
-    assert sum(count for _, count in few.whole("test", 0)) == 6
+    assert sum(count for _, count in few.evaluation_batches("test", 0)) == 6
 
 
 def test_aux_and_evaluation():
@@ -103,7 +103,7 @@ def test_aux_and_evaluation():
     laws.assert_close((loss, after), model.structural(d, batch["targets"], aux))
     evaluated = model.evaluate(params, after, batch)
     laws.assert_close(evaluated, model.structural(d, batch["targets"], after, moving=False)[0])
-    facts = model.step_facts(batch, after)
+    facts = model.step_info(batch, after)
     assert (facts.samples, facts.unit, facts.rate) == (6, "windows", 1.0)
     assert facts.figures["positive_distance"] == float(after["positive.mean"]) > 0
 

@@ -96,9 +96,9 @@ def test_gradients(batch, kind, begun, beta):
         return loss(distance(y[:, None], y, kind), labels, aux)[0]
 
     y = y.clone().requires_grad_()
-    (slope,) = torch.autograd.grad(value(y), y)
+    (gradient,) = torch.autograd.grad(value(y), y)
     assert value(y).isfinite()
-    assert slope.isfinite().all()
+    assert gradient.isfinite().all()
     assert torch.autograd.gradcheck(value, (y,), atol=2e-5)
 
 
@@ -123,11 +123,11 @@ def test_where_gradients_go():
     labels = torch.tensor([0, 0, 0, 1, 1])
     d = normal(5, 5, seed=1).abs()
     aux = LOSS.init(torch.float64)
-    slopes = {}
+    gradients = {}
     for beta, threshold in ((False, False), (True, False), (False, True), (True, True)):
         loss = replace(LOSS, weight=0.0, through_beta=beta, through_threshold=threshold)
         leaf = d.clone().requires_grad_()
-        slopes[beta, threshold] = torch.autograd.grad(loss(leaf, labels, aux)[0], leaf)[0]
+        gradients[beta, threshold] = torch.autograd.grad(loss(leaf, labels, aux)[0], leaf)[0]
         again = torch.zeros_like(d)
         for i in range(5):
             for j in range(5):
@@ -136,8 +136,8 @@ def test_where_gradients_go():
                     bump[i, j] = 1e-6
                     up, down = (frozen(loss, d + s * bump, d, labels) for s in (1, -1))
                     again[i, j] = (up - down) / 2e-6
-        laws.assert_close(slopes[beta, threshold], again, 1e-7)
-    assert len({tuple(slope.flatten().tolist()) for slope in slopes.values()}) == 4
+        laws.assert_close(gradients[beta, threshold], again, 1e-7)
+    assert len({tuple(gradient.flatten().tolist()) for gradient in gradients.values()}) == 4
 
 
 def frozen(loss, d, base, labels):
@@ -165,9 +165,9 @@ def test_evaluation_leaves_the_means_alone():
 def test_large_distances_stay_finite():
     d = (1e4 * torch.rand(6, 6, generator=torch.Generator().manual_seed(0))).requires_grad_()
     loss, _ = StructuralLoss(through_beta=True)(d, torch.tensor([0, 0, 0, 1, 1, 2]), StructuralLoss().init())
-    (slope,) = torch.autograd.grad(loss, d)
+    (gradient,) = torch.autograd.grad(loss, d)
     assert loss.isfinite()
-    assert slope.isfinite().all()
+    assert gradient.isfinite().all()
 
 
 def test_distances_are_scikit_learns():

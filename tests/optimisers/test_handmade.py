@@ -1,4 +1,4 @@
-"""The hand-made optimisers against their namesakes in `torch.optim`."""
+"""The hand-designed optimisers against their namesakes in `torch.optim`."""
 
 from functools import partial
 from itertools import product
@@ -10,9 +10,10 @@ import pytest
 import torch
 from implementations import normal
 
+from l2lopt import optimisers
 from l2lopt.core.errors import UserError
 from l2lopt.core.types import Layout
-from l2lopt.optimisers import SGD, AdamW, Momentum, adam
+from l2lopt.optimisers import SGD, AdamW, Momentum, Scheduled, adam, scheduled
 from l2lopt.optimisers.schedules import Shape, warm_up_cosine, warm_up_then
 
 RATE = 0.02
@@ -32,30 +33,31 @@ def start(dtype):
     return LAYOUT.unravel(normal(10).to(dtype))
 
 
-def slope(theta, step):
-    """Of a bumpy function: Σ_k a_k θ_k² / 2 + cos(3 θ_k) + θ_k θ_{k+1} / 4, shaken a little at each step."""
+def gradient(theta, step):
+    """The gradient of Σ_k a_k θ_k² / 2 + cos(3 θ_k) + θ_k θ_{k+1} / 4, a bumpy function, with noise at each step."""
     curvature = torch.linspace(0.5, 2, theta.shape[-1], dtype=theta.dtype)
     noise = 0.1 * normal(theta.shape[-1], seed=step).to(theta.dtype)
     return curvature * theta - 3 * torch.sin(3 * theta) + (theta.roll(1, -1) + theta.roll(-1, -1)) / 4 + noise
 
 
-def ours(optimiser, steps, theta, slope=slope, batch=()):
+def ours(optimiser, steps, theta, gradient=gradient, batch=()):
     state, trail = optimiser.init(LAYOUT, batch, like=theta), []
     for step in range(steps):
-        change, state = optimiser.update(slope(theta, step), state, theta)
+        change, state = optimiser.update(gradient(theta, step), state, theta)
         theta = theta + change
         trail.append(theta)
     return torch.stack(trail)
 
 
-def theirs(kind, options, schedule, steps, dtype, slope=slope):
+def theirs(kind, options, schedule, steps, dtype, gradient=gradient):
     params = {name: torch.nn.Parameter(value) for name, value in start(dtype).items()}
     optimiser = kind(params.values(), lr=RATE, **options)
-    multiplier = partial(oracles.warm_up_cosine, **schedule) if schedule else lambda step: 1.0
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimiser, multiplier)
+    if not callable(schedule):
+        schedule = partial(oracles.warm_up_cosine, **schedule) if schedule else lambda step: 1.0
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimiser, schedule)
     trail = []
     for step in range(steps):
-        for name, g in LAYOUT.unravel(slope(LAYOUT.ravel(params).detach(), step)).items():
+        for name, g in LAYOUT.unravel(gradient(LAYOUT.ravel(params).detach(), step)).items():
             params[name].grad = g
         optimiser.step()
         scheduler.step()
@@ -77,7 +79,7 @@ def test_equals_its_namesake(name, dtype, tolerance):
 @pytest.mark.parametrize("name", NAMESAKES)
 def test_a_bad_gradient_spreads_as_in_its_namesake(name, bad):
     def spoilt(theta, step):
-        return slope(theta, step).index_fill(-1, torch.tensor([4]), bad) if step == 2 else slope(theta, step)
+        return gradient(theta, step).index_fill(-1, torch.tensor([4]), bad) if step == 2 else gradient(theta, step)
 
     make, kind, options, schedule = NAMESAKES[name]
     trail = ours(make(RATE, **options, **(schedule or {})), 5, LAYOUT.ravel(start(torch.float64)), spoilt)
@@ -110,9 +112,49 @@ def test_a_schedules_default_is_the_cosine_to_0():
     laws.assert_same(warm_up_cosine(steps, 7, 30), warm_up_then("cosine", steps, 7, 30))
 
 
+@pytest.mark.parametrize("shape", get_args(Shape))
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "adamw"])
+def test_any_optimiser_under_a_schedule_is_its_namesake_with_that_rate(name, shape):
+    """The decay of AdamW is multiplied as well, as a scheduler of `torch.optim` does."""
+    make, kind, options, _ = NAMESAKES[name]
+    schedule = {"warm_up": 7, "total": 150, "final": 0.1}
+    trail = ours(Scheduled(make(RATE, **options), shape, **schedule), 200, LAYOUT.ravel(start(torch.float64)))
+
+    def multiplier(step):
+        return oracles.warm_up_then(shape, step, *schedule.values())
+
+    laws.assert_close(trail, theirs(kind, options, multiplier, 200, torch.float64))
+    assert (trail[-1] - trail[0]).abs().max() > 0.1
+
+
+def test_adamws_own_schedule_is_the_same_one():
+    one = ours(AdamW(RATE, warm_up=10, total=180), 200, normal(10))
+    laws.assert_close(one, ours(Scheduled(AdamW(RATE), "cosine", 10, 180), 200, normal(10)))
+
+
+def test_a_schedule_of_a_schedule_multiplies():
+    inner = Scheduled(SGD(1.0), "linear", total=4)
+    trail = ours(Scheduled(inner, "linear", total=4), 4, torch.zeros(10), lambda theta, step: torch.ones(10))
+    assert trail[:, 0].tolist() == [-1.0, -1.5625, -1.8125, -1.875]
+
+
+def test_a_scheduled_optimiser_is_built_by_name_and_knows_it():
+    made = optimisers.make("scheduled", optimiser={"name": "momentum", "momentum": 0.5}, lr=0.1, total=9)
+    assert isinstance(made.optimiser, Momentum)
+    assert (made.optimiser.momentum, made.optimiser.lr, made.total) == (0.5, 0.1, 9)
+    again = optimisers.build(dict(made.description))
+    laws.assert_same(ours(again, 9, normal(10)), ours(made, 9, normal(10)))
+    assert scheduled({"name": "sgd", "lr": 0.2}).optimiser.lr == 0.2
+
+
 @pytest.mark.parametrize(
     "build",
     [
+        lambda: Scheduled(SGD(0.1), warm_up=-1),
+        lambda: Scheduled(SGD(0.1), warm_up=5, total=4),
+        lambda: Scheduled(SGD(0.1), final=1.5),
+        lambda: Scheduled(SGD(0.1), final=float("nan")),
+        lambda: Scheduled(SGD(0.1), "exponential", total=4),
         lambda: SGD(0.0),
         lambda: SGD(float("nan")),
         lambda: AdamW(torch.tensor([0.1, -0.1])),
@@ -123,7 +165,22 @@ def test_a_schedules_default_is_the_cosine_to_0():
         lambda: AdamW(0.1, weight_decay=-1.0),
         lambda: AdamW(0.1, warm_up=5, total=4),
     ],
-    ids=["zero", "NaN", "a row", "momentum", "betas", "one beta", "eps", "decay", "total"],
+    ids=[
+        "warm-up",
+        "end",
+        "final",
+        "final NaN",
+        "exponential to 0",
+        "zero",
+        "NaN",
+        "a row",
+        "momentum",
+        "betas",
+        "one beta",
+        "eps",
+        "decay",
+        "total",
+    ],
 )
 def test_values_out_of_range_are_refused(build):
     with pytest.raises(UserError):

@@ -34,9 +34,9 @@ def test_log_and_sign(values, p):
 
 
 @given(gradients.filter(bool))
-def test_log_and_sign_slope_is_finite(g):
-    slope = torch.func.jacrev(lambda g: see(LogAndSign(), g)[0])(torch.tensor(g, dtype=torch.float64))
-    assert slope.isfinite().all()
+def test_log_and_sign_derivative_is_finite(g):
+    derivative = torch.func.jacrev(lambda g: see(LogAndSign(), g)[0])(torch.tensor(g, dtype=torch.float64))
+    assert derivative.isfinite().all()
 
 
 @given(st.lists(gradients.filter(lambda g: abs(g) < 1e15), min_size=1, max_size=6))
@@ -100,10 +100,10 @@ def test_no_coordinate_sees_another(name):
 
 
 @pytest.mark.parametrize("name", INPUTS)
-def test_slope_at_a_gradient_of_zero_is_finite(name):
+def test_derivative_at_a_gradient_of_zero_is_finite(name):
     """Second order differentiates the inputs, and gradients that are exactly 0 are common."""
-    slope = torch.func.jacrev(lambda g: see(INPUTS[name](), g)[0])(torch.zeros(2, dtype=torch.float64))
-    assert slope.isfinite().all()
+    derivative = torch.func.jacrev(lambda g: see(INPUTS[name](), g)[0])(torch.zeros(2, dtype=torch.float64))
+    assert derivative.isfinite().all()
 
 
 @pytest.mark.parametrize("p", [0.0, -1.0])

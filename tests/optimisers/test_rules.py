@@ -111,7 +111,7 @@ def test_step_fades_with_the_horizon():
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_a_direction_of_zero_gives_a_finite_update_and_slope(name):
+def test_a_direction_of_zero_gives_a_finite_update_and_derivative(name):
     rule, zero = RULES[name]().double(), torch.zeros(8, dtype=torch.float64)
     outputs = torch.zeros(rule.outputs, 8, dtype=torch.float64, requires_grad=True)
     update = apply(rule, outputs, zero, zero, 1)
@@ -133,8 +133,8 @@ def test_a_rule_without_statistic_is_coordinatewise(name):
     """And one with a statistic does mix the coordinates of a tensor, though never two tensors."""
     rule = RULES[name]().double()
     outputs, nominal, params = normal(rule.outputs, 8), normal(8, seed=1), normal(8, seed=2)
-    slope = torch.func.jacrev(lambda outputs: apply(rule, outputs, nominal, params, 1))(outputs).abs().sum(1).ne(0)
+    derivative = torch.func.jacrev(lambda outputs: apply(rule, outputs, nominal, params, 1))(outputs).abs().sum(1).ne(0)
     tensor = torch.arange(3).repeat_interleave(torch.tensor(SIZES))
     mixed = torch.eye(8, dtype=torch.bool) if not rule.statistic else tensor[:, None] == tensor
     mixed[0, 0] = not rule.statistic  # a tensor of one coordinate moves by its sign alone
-    assert torch.equal(slope & ~torch.eye(8, dtype=torch.bool), mixed & ~torch.eye(8, dtype=torch.bool))
+    assert torch.equal(derivative & ~torch.eye(8, dtype=torch.bool), mixed & ~torch.eye(8, dtype=torch.bool))

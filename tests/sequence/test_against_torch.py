@@ -14,12 +14,12 @@ from l2lopt.sequence import from_torch, torch_weights
 
 
 def gradients(output, final, inputs, module, names):
-    """Slopes of a weighted sum of the outputs and final states, along inputs and weights."""
+    """Adjoints of a weighted sum of the outputs and final states, along inputs and weights."""
     terms = [output, *([final] if isinstance(final, torch.Tensor) else final)]
     value = sum((term * normal(*term.shape, seed=30 + k)).sum() for k, term in enumerate(terms))
     weights = dict(module.named_parameters())
-    slopes = torch.autograd.grad(value, [*inputs, *(weights[name] for name in names)], allow_unused=True)
-    return slopes[: len(inputs)], dict(zip(names, slopes[len(inputs) :], strict=True))
+    found = torch.autograd.grad(value, [*inputs, *(weights[name] for name in names)], allow_unused=True)
+    return found[: len(inputs)], dict(zip(names, found[len(inputs) :], strict=True))
 
 
 def torch_names(module):
@@ -42,13 +42,13 @@ def assert_equal_layers(theirs, call_theirs, call_ours, inputs):
     expected, found = call_theirs(theirs, *inputs), call_ours(ours, *inputs)
     assert_close(found, expected)
     name_groups, our_groups = torch_names(theirs), our_names(theirs)
-    a, their_slopes = gradients(*expected, inputs, theirs, [name for group in name_groups for name in group])
-    b, our_slopes = gradients(*found, inputs, ours, [name for group in our_groups for name in group])
+    a, their_gradients = gradients(*expected, inputs, theirs, [name for group in name_groups for name in group])
+    b, our_gradients = gradients(*found, inputs, ours, [name for group in our_groups for name in group])
     assert_close(b, a)
     for group, our_group in zip(name_groups, our_groups, strict=True):
-        x, h, bias, other = (their_slopes[name] for name in group)
-        assert_close(bias, other)  # either bias has the slope of the sum
-        assert_close([our_slopes[name] for name in our_group], [x, h, bias])
+        x, h, bias, other = (their_gradients[name] for name in group)
+        assert_close(bias, other)  # either bias has the gradient of the sum
+        assert_close([our_gradients[name] for name in our_group], [x, h, bias])
 
 
 def call(layer, x, h, c):

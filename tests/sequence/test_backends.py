@@ -37,12 +37,12 @@ def test_hooks_and_parametrizations_of_a_cell_take_the_loop(name, change):
 @pytest.mark.parametrize("name", ["lstm", "gru", "irc-t-lstm", "ihc-lstm"])
 def test_checkpointing_gives_the_same_gradient(name):
     stack, x = sequence.make(name, 4, 4).double(), normal(5, 2, 4)
-    slopes = []
+    gradients = []
     for run in (stack, lambda value: checkpoint(stack, value, use_reentrant=False)):
         leaf = x.clone().requires_grad_()
         run(leaf)[0].square().sum().backward()
-        slopes.append(leaf.grad)
-    laws.assert_same(*slopes)
+        gradients.append(leaf.grad)
+    laws.assert_same(*gradients)
 
 
 def test_the_meta_device_takes_the_loop():

@@ -21,7 +21,7 @@ each_cell = pytest.mark.parametrize("label", COVERED)
 
 
 def arguments(cell, steps=5, batch=(3,), dtype=torch.float64, seed=0):
-    """x, state and weights, all of which need slopes."""
+    """x, state and weights, all of which need gradients."""
     x = normal(steps, cell.input_size, *batch, seed=seed)
     state = {
         name: 0.3 * normal(size, *batch, seed=seed + k) for k, (name, size) in enumerate(cell.state_sizes.items(), 1)
@@ -37,11 +37,13 @@ def loss(outputs, final):
 
 
 def results(way, cell, given, *how, **options):
-    """Outputs, final state and the slopes of some loss of all of them."""
+    """Outputs, final state and the gradients of some loss of all of them."""
     state = {name: given[name] for name in cell.state_sizes}
     outputs, final = way(cell, given["input"], state, *how, **options)
-    slopes = torch.autograd.grad(loss(outputs, final), list(given.values()), allow_unused=True, materialize_grads=True)
-    return outputs, final, dict(zip(given, slopes, strict=True))
+    gradients = torch.autograd.grad(
+        loss(outputs, final), list(given.values()), allow_unused=True, materialize_grads=True
+    )
+    return outputs, final, dict(zip(given, gradients, strict=True))
 
 
 def assert_equals_the_loop(cell, given, *how, way=run, tolerance=1e-12, **options):
@@ -51,7 +53,7 @@ def assert_equals_the_loop(cell, given, *how, way=run, tolerance=1e-12, **option
 @each_cell
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("lengths", [None, [4, 0, 5]], ids=["whole", "lengths"])
-def test_equals_the_loop_with_all_slopes(label, reverse, lengths):
+def test_equals_the_loop_with_all_gradients(label, reverse, lengths):
     cell = seeded(COVERED[label]())
     given = arguments(cell)
     lengths = None if lengths is None else torch.tensor(lengths)
@@ -62,7 +64,7 @@ def test_equals_the_loop_with_all_slopes(label, reverse, lengths):
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
 @pytest.mark.parametrize("name", cells.CELLS)
 def test_equals_the_loop_in_single_precision(name, packed, monkeypatch):
-    """To 1e-5 of each slope's largest number, at PyTorch's initial values, with and without packed products."""
+    """To 1e-5 of each gradient's largest number, at PyTorch's initial values, with and without packed products."""
     torch.manual_seed(0)
     if packed and not products.packs():
         pytest.skip("this PyTorch has no packed product of the form used")
@@ -128,7 +130,7 @@ def test_folded_equals_the_loop(name, sizes):
 
 
 @pytest.mark.parametrize("name", [name for name in cells.CELLS if name != "stacked"])
-def test_frozen_weights_and_plain_inputs_need_no_slopes(name):
+def test_frozen_weights_and_plain_inputs_need_no_gradients(name):
     cell = seeded(cells.make(name, M, M))
     expected = results(loop.run, cell, arguments(cell))[2]
     given = arguments(cell)
@@ -136,8 +138,8 @@ def test_frozen_weights_and_plain_inputs_need_no_slopes(name):
         for key, value in given.items():
             value.requires_grad_(key in part)
         state = {key: given[key] for key in cell.state_sizes}
-        slopes = torch.autograd.grad(loss(*run(cell, given["input"], state)), [given[key] for key in part])
-        assert_close(dict(zip(part, slopes, strict=True)), {key: expected[key] for key in part}, 1e-11)
+        gradients = torch.autograd.grad(loss(*run(cell, given["input"], state)), [given[key] for key in part])
+        assert_close(dict(zip(part, gradients, strict=True)), {key: expected[key] for key in part}, 1e-11)
 
 
 @pytest.mark.parametrize("name", ["lstm", "gru", "irc-gru", "ihc-lstm", "sru", "t-lstm", "irc-fastgrnn", "rnn"])
@@ -167,10 +169,10 @@ def test_graphs_do_not_share_what_they_keep(name):
     losses = [loss(*run(cell, call["input"], {key: call[key] for key in cell.state_sizes})) for call in (one, two)]
     for k in (0, 1, 0):
         call = (one, two)[k]
-        slopes = torch.autograd.grad(losses[k], list(call.values()), retain_graph=True)
-        assert_close(dict(zip(call, slopes, strict=True)), expected[k], 1e-11)
-        for slope in slopes:
-            slope.fill_(float("nan"))
+        gradients = torch.autograd.grad(losses[k], list(call.values()), retain_graph=True)
+        assert_close(dict(zip(call, gradients, strict=True)), expected[k], 1e-11)
+        for gradient in gradients:
+            gradient.fill_(float("nan"))
 
 
 def test_outputs_may_be_changed_in_place_but_not_weights():
@@ -179,9 +181,9 @@ def test_outputs_may_be_changed_in_place_but_not_weights():
     state = {key: given[key] for key in cell.state_sizes}
     outputs, _ = run(cell, given["input"], state)
     doubled = outputs.mul_(2)
-    slope = torch.autograd.grad(doubled.sum(), given["input"])[0]
+    gradient = torch.autograd.grad(doubled.sum(), given["input"])[0]
     assert_close(
-        slope, torch.autograd.grad(2 * loop.run(cell, given["input"], state)[0].sum(), given["input"])[0], 1e-11
+        gradient, torch.autograd.grad(2 * loop.run(cell, given["input"], state)[0].sum(), given["input"])[0], 1e-11
     )
     outputs, _ = run(cell, given["input"], state)
     with torch.no_grad():
@@ -202,7 +204,7 @@ def test_bfloat16_autocast_errs_no_more_than_twice_as_much_as_the_loop(name):
     assert fast[0].dtype == torch.float32
 
     def errors(found):
-        """Of the outputs, and of all slopes as one vector."""
+        """Of the outputs, and of all gradients as one vector."""
         for part, wanted in (
             (found[0], exact[0]),
             *[[torch.cat([*map(torch.ravel, f[2].values())]) for f in (found, exact)]],
@@ -221,10 +223,10 @@ def test_bfloat16_inputs_under_autocast():
     given = arguments(cell, 5, (3,), torch.float32)
     lower = given | {"input": given["input"].detach().bfloat16().requires_grad_()}
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        outputs, _, slopes = results(run, cell, lower)
-    assert (outputs.dtype, slopes["input"].dtype) == (torch.float32, torch.bfloat16)
+        outputs, _, gradients = results(run, cell, lower)
+    assert (outputs.dtype, gradients["input"].dtype) == (torch.float32, torch.bfloat16)
     expected = results(run, cell, given)
-    assert_close((outputs, slopes["input"].float()), (expected[0], expected[2]["input"]), 0.02)
+    assert_close((outputs, gradients["input"].float()), (expected[0], expected[2]["input"]), 0.02)
 
 
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "backward"])
@@ -292,10 +294,10 @@ def test_stacks_equal_the_loops(name):
     found = []
     for stack in stacks:
         output, final = stack(x, lengths=[5, 0, 3], masks=masks)
-        slopes = torch.autograd.grad(
+        gradients = torch.autograd.grad(
             output.square().sum(), list(stack.parameters()), materialize_grads=True, allow_unused=True
         )
-        found.append((output, final, slopes))
+        found.append((output, final, gradients))
     assert_close(*found[::-1], tolerance=1e-11)
 
 

@@ -44,8 +44,8 @@ def test_follows_its_equations(layers):
         expected = equations(stack, x[:length, b])
         assert_close((output[:length, b], h[:, b]), expected)
         sums = [values.square().sum() for values in (output[:, b], expected[0])]
-        slopes, wanted = (torch.autograd.grad(value, list(stack.parameters()), retain_graph=True) for value in sums)
-        assert_close(slopes, wanted, 1e-11)
+        gradients, wanted = (torch.autograd.grad(value, list(stack.parameters()), retain_graph=True) for value in sums)
+        assert_close(gradients, wanted, 1e-11)
 
 
 @needs_cells

@@ -45,9 +45,9 @@ class Recorded:
 
             @staticmethod
             @torch.autograd.function.once_differentiable
-            def backward(ctx, *slopes):
+            def backward(ctx, *gradients):
                 needed = [value for value in recorder.inputs if value.requires_grad]
-                found = iter(torch.autograd.grad(recorder.results, needed, slopes, allow_unused=True))
+                found = iter(torch.autograd.grad(recorder.results, needed, gradients, allow_unused=True))
                 return tuple(next(found) if value.requires_grad else None for value in recorder.inputs)
 
         self.call = Graphed.apply
@@ -69,8 +69,8 @@ def made(cell):
     return sum(map(len, graphed._OF[cell].made.values()))
 
 
-def slopes(run, cell, x, lengths=None, reverse=False, uses=1):
-    """Outputs, and slopes of weights, x and state, of a loss that goes through the cell `uses` times."""
+def gradients(run, cell, x, lengths=None, reverse=False, uses=1):
+    """Outputs, and gradients of weights, x and state, of a loss that goes through the cell `uses` times."""
     x = x.clone().requires_grad_()
     state = {name: 0.1 * torch.ones(size, *x.shape[2:], device=DEVICE) for name, size in cell.state_sizes.items()}
     state = {name: value.to(x.dtype).requires_grad_() for name, value in state.items()}
@@ -86,7 +86,7 @@ def test_gives_what_the_loop_gives_before_and_after_it_is_recorded(name, lengths
     lengths = None if lengths is None else torch.tensor(lengths, device=DEVICE)
     for call in range(6):
         x = normal(5, 4, 3, seed=call).to(DEVICE)
-        assert_close(slopes(graphed.run, cell, x, lengths), slopes(loop.run, cell, x, lengths), 1e-10)
+        assert_close(gradients(graphed.run, cell, x, lengths), gradients(loop.run, cell, x, lengths), 1e-10)
         assert made(cell) == (call + 1 >= graphed.ENOUGH)
 
 
@@ -94,7 +94,7 @@ def test_a_call_before_the_other_has_gone_back_has_a_graph_of_its_own():
     cell = seeded(cells.make("gru", 4, 4)).to(DEVICE)
     for call in range(5):
         x = normal(5, 4, 3, seed=call).to(DEVICE)
-        assert_close(slopes(graphed.run, cell, x, uses=3), slopes(loop.run, cell, x, uses=3), 1e-10)
+        assert_close(gradients(graphed.run, cell, x, uses=3), gradients(loop.run, cell, x, uses=3), 1e-10)
     assert made(cell) == 3
 
 
@@ -105,8 +105,8 @@ def test_every_kind_of_call_has_its_own_and_there_are_not_too_many(monkeypatch):
         for steps in (2, 3, 4, 5):
             for reverse in (False, True):
                 x = normal(steps, 4, 3, seed=call).to(DEVICE)
-                found = slopes(graphed.run, cell, x, None, reverse)
-                assert_close(found, slopes(loop.run, cell, x, None, reverse), 1e-10)
+                found = gradients(graphed.run, cell, x, None, reverse)
+                assert_close(found, gradients(loop.run, cell, x, None, reverse), 1e-10)
     assert made(cell) == 3
 
 
@@ -114,13 +114,13 @@ def test_outputs_outlive_the_next_call():
     cell = seeded(cells.make("gru", 4, 4)).to(DEVICE)
     x = normal(5, 4, 3).to(DEVICE)
     for _ in range(3):
-        kept, _ = slopes(graphed.run, cell, x)
+        kept, _ = gradients(graphed.run, cell, x)
     before = [output.clone() for output in kept]
-    slopes(graphed.run, cell, 2 * x)
+    gradients(graphed.run, cell, 2 * x)
     assert_same(kept, before)
 
 
-def test_without_a_slope_nothing_is_recorded():
+def test_without_a_gradient_nothing_is_recorded():
     cell = seeded(cells.make("gru", 4, 4)).to(DEVICE)
     with torch.no_grad():
         for _ in range(5):
@@ -133,7 +133,7 @@ def test_without_a_slope_nothing_is_recorded():
 def test_a_graph_goes_with_its_cell(name):
     cell = seeded(cells.make(name, 4, 4)).to(DEVICE)
     for _ in range(4):
-        slopes(graphed.run, cell, normal(5, 4, 3).to(DEVICE))
+        gradients(graphed.run, cell, normal(5, 4, 3).to(DEVICE))
     before = len(graphed._OF)
     del cell
     gc.collect()
@@ -148,5 +148,5 @@ def test_what_cannot_be_recorded_goes_by_hand_and_says_so_once(monkeypatch, capl
     cell = seeded(cells.make("gru", 4, 4)).to(DEVICE)
     for call in range(6):
         x = normal(5, 4, 3, seed=call).to(DEVICE)
-        assert_close(slopes(graphed.run, cell, x), slopes(loop.run, cell, x), 1e-10)
+        assert_close(gradients(graphed.run, cell, x), gradients(loop.run, cell, x), 1e-10)
     assert [record.getMessage() for record in caplog.records] == ["no CUDA graph of GRU: no capture today"]

@@ -179,8 +179,8 @@ def test_maps_over_inputs_and_weights(layers, bidirectional):
     mapped = vmap(grad(loss))(rows, xs)
     for row in range(2):
         alone = {name: value[row].clone().requires_grad_() for name, value in rows.items()}
-        slopes = torch.autograd.grad(loss(alone, xs[row]), list(alone.values()))
-        assert_close({name: value[row] for name, value in mapped.items()}, dict(zip(alone, slopes, strict=True)))
+        gradients = torch.autograd.grad(loss(alone, xs[row]), list(alone.values()))
+        assert_close({name: value[row] for name, value in mapped.items()}, dict(zip(alone, gradients, strict=True)))
 
 
 def test_second_derivatives_are_right():

@@ -79,11 +79,11 @@ def test_gradient_reaches_the_raw_weight_through_its_mask():
     plain = grid(cells.LSTM)
     with torch.no_grad():
         plain.layers[0][0].cell.weight_h.mul_(mask)
-    (slope,) = torch.autograd.grad(stack(x, masks=masks)[0].square().sum(), raw)
+    (gradient,) = torch.autograd.grad(stack(x, masks=masks)[0].square().sum(), raw)
     (dropped,) = torch.autograd.grad(plain(x)[0].square().sum(), plain.layers[0][0].cell.weight_h)
-    assert_close(slope, dropped * mask)
-    assert slope[mask == 0].abs().max() == 0
-    assert slope[mask > 0].abs().min() > 0
+    assert_close(gradient, dropped * mask)
+    assert gradient[mask == 0].abs().max() == 0
+    assert gradient[mask > 0].abs().min() > 0
     assert isinstance(raw, torch.nn.Parameter)
     assert dict(stack.named_parameters()).keys() == dict(plain.named_parameters()).keys()
 

@@ -56,7 +56,7 @@ def test_lengths_run_each_sequence_alone(run, name, reverse):
     for b, length in enumerate(lengths):
         padded[length:, :, b] = float("nan")
     outputs, final = run(cell, padded, state, torch.tensor(lengths), reverse)
-    slopes = torch.autograd.grad(outputs.sum(), list(cell.parameters()))
+    gradients = torch.autograd.grad(outputs.sum(), list(cell.parameters()))
     alone = []
     for b, length in enumerate(lengths):
         own, last = run(cell, x[:length, :, b], {key: value[:, b] for key, value in state.items()}, None, reverse)
@@ -64,7 +64,7 @@ def test_lengths_run_each_sequence_alone(run, name, reverse):
         assert_close(outputs[:length, :, b], own)
         assert_same(outputs[length:, :, b], torch.zeros(7 - length, cell.hidden_size, dtype=x.dtype))
         assert_close({key: value[:, b] for key, value in final.items()}, last)
-    assert_close(slopes, torch.autograd.grad(sum(alone), list(cell.parameters())))
+    assert_close(gradients, torch.autograd.grad(sum(alone), list(cell.parameters())))
 
 
 @each_cell

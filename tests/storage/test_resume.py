@@ -10,6 +10,7 @@ from test_experiments import SMALL
 
 import l2lopt
 from l2lopt.core.errors import UserError
+from l2lopt.experiments import build
 from l2lopt.experiments import config as configs
 from l2lopt.storage import tensor_file
 from l2lopt.storage.checkpoint import CheckpointFile, flat
@@ -139,7 +140,7 @@ def test_a_run_killed_in_a_validation_loses_no_update(tmp_path, monkeypatch):
     whole = l2lopt.meta_train(DEMO, tmp_path / "whole", changes=LONGER)
     for moment, update in ((2, 2), (1, 2), (2, 4)):  # the validation after update 2; that again; the one after 4
         with monkeypatch.context() as patch:
-            interrupted(patch, configs.Experiment, "score", moment)
+            interrupted(patch, build.Experiment, "score", moment)
             with pytest.raises(KeyboardInterrupt):
                 l2lopt.meta_train(DEMO, tmp_path / "run", changes=LONGER, resume=True)
         header, _ = tensor_file.read(tmp_path / "run" / "checkpoint.safetensors", "l2lopt.checkpoint", "", "")

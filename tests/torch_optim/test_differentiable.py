@@ -44,8 +44,8 @@ def by_hand(phi, theta, rule, model, lr=1.0, weight_decay=0.0, bound=None):
     flat, total = layout.ravel(theta), 0.0
     state = rule.init(layout, like=flat)
     for step in range(STEPS):
-        slope, value = grad_and_value(loss)(flat, step)
-        update, state = rule.update_with(phi, slope, state, flat, loss=value)
+        gradient, value = grad_and_value(loss)(flat, step)
+        update, state = rule.update_with(phi, gradient, state, flat, loss=value)
         update = update if bound is None else update.clamp(-bound, bound)
         flat = flat + lr * (update - weight_decay * flat)
         total = total + loss(flat, step + 1)

@@ -14,7 +14,7 @@ from l2lopt import optimisers
 from l2lopt.core.errors import UserError
 from l2lopt.core.types import generator, seed_of
 from l2lopt.estimators import Blockwise, MetaGradient, Taped, Unroll
-from l2lopt.evaluation.comparison import run_free
+from l2lopt.evaluation.free_runs import run_free
 from l2lopt.optimisers import Optimiser
 from l2lopt.training.inner_runs import inner_steps
 from l2lopt.training.meta_train import meta_train

@@ -15,6 +15,7 @@ import optimisees
 from l2lopt import optimisers
 from l2lopt.core.errors import UserError
 from l2lopt.core.types import seed_of
+from l2lopt.experiments import build
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import TrainConfig
 from l2lopt.optimisee import measure
@@ -163,7 +164,7 @@ def test_early_stopping_ends_with_the_best(tmp_path):
     assert watched[result.step] == min(watched.values())
     assert result.steps == max(watched) == min(60, result.step + 2 * 3)
     assert 0 < result.step < result.steps < 60
-    task = configs.build_training(configs.load(settings, kind=TrainConfig)).optimisee
+    task = build.build_training(configs.load(settings, kind=TrainConfig)).optimisee
     again = measure(task, "heldout", seed_of("train", 0), result.params, result.aux)
     assert again["loss"] == watched[result.step]
     first = measure(task, "heldout", seed_of("train", 0), *task.init(seed_of("train", 0)))
@@ -213,7 +214,7 @@ def test_metrics_are_means_over_all_samples():
     right = sum(int(row.argmax()) == int(label) for row, label in zip(scores, data.test_targets, strict=True))
     loss = -sum(row.double().log_softmax(0)[label].item() for row, label in zip(scores, data.test_targets, strict=True))
     found = measure(task, "test", 0, params, aux)
-    assert [count for _, count in task.whole("test", 0)] == [200, 200, 97]
+    assert [count for _, count in task.evaluation_batches("test", 0)] == [200, 200, 97]
     assert found["accuracy"] == pytest.approx(right / 497, rel=1e-6)
     assert found["loss"] == pytest.approx(loss / 497, rel=1e-6)
     assert optimisees.Quadratic().metrics({}, {}, None) == {}

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 import l2lopt
 from l2lopt import optimisers
 from l2lopt.core.errors import UserError
-from l2lopt.evaluation.comparison import run_free
+from l2lopt.evaluation.free_runs import run_free
 from l2lopt.experiments.config import Config
 from l2lopt.weights import files
 from optimisees import mlp

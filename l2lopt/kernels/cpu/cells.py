@@ -48,7 +48,7 @@ class Buffers(NamedTuple):
 
     Attributes:
         first: The first product, [4M, B] or [3N + M, B].
-        parts: Its four parts: i, f, o, a of an LSTM; g, F(h) − x, x, a of an IHC-LSTM.
+        parts: The four parts i, f, o, a of an LSTM; g, F(h) − x, x, a of an IHC-LSTM.
         second: The second product, [3M, B]; [0, B] for an LSTM.
         sigmoids: The gates that are σ of a product, [3M, B].
         gates: The gates and the candidate.
@@ -92,7 +92,7 @@ class Adjoint(NamedTuple):
 
     Attributes:
         rows: The adjoint of the first product, [4M, B] or [3N + M, B].
-        parts: Its four parts, in the order of `Folded.first`.
+        parts: The four parts, in the order of `Folded.first`.
         sigmoids: The adjoint of the arguments of the three sigmoid gates, [3M, B].
         gates: The adjoints of the arguments of the gates and the candidate.
         v: The adjoint of v, [N, B]; [0, B] for an LSTM.

@@ -21,8 +21,8 @@ class FeatureRows(NamedTuple):
     """How an input's features come about in one step.
 
     Attributes:
-        scale: per feature; feature = scale · row.
-        write: fills the rows, [B] each, and the input's memory after the step.
+        scale: Factor of each feature: feature = scale · row.
+        write: Function that fills the rows, [B] each, and the input's memory after the step.
     """
 
     scale: list[float]

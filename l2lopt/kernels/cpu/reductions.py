@@ -16,9 +16,9 @@ class RootMeanSquare:
     """Per row and tensor, over a flat vector of all rows' coordinates.
 
     Args:
-        layout: of a row.
-        batch: the rows' axes.
-        by_fan_in: as in `rules.root_mean_square`.
+        layout: Layout of a row.
+        batch: Axes of the rows.
+        by_fan_in: Whether the root of the fan-in multiplies it, see `rules.root_mean_square`.
     """
 
     def __init__(self, layout: Layout, batch: Size, by_fan_in: bool) -> None:

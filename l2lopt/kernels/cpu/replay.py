@@ -66,7 +66,7 @@ def replay(
 
     Args:
         optimiser: An optimiser that `refusal_to_replay` lets pass.
-        phi: Its parameters.
+        phi: Parameters of the optimiser.
         window: The block's steps.
         adjoints: The adjoint of the rule's statistic, under the name of its mean; none where it is a constant.
         space: Memory to use again; threads may share it.
@@ -91,7 +91,7 @@ def statistic_adjoint(optimiser: Coordinatewise, phi: Params, window: Window, sp
 
     Args:
         optimiser: An optimiser that `has_statistic_adjoint` lets pass.
-        phi: Its parameters.
+        phi: Parameters of the optimiser.
         window: The block's steps.
         space: Memory to use again; threads may share it.
 
@@ -101,7 +101,7 @@ def statistic_adjoint(optimiser: Coordinatewise, phi: Params, window: Window, sp
     with torch.no_grad():
         run = _forward(optimiser, phi, window, {}, space or Workspace(), fold(optimiser, phi))
         assert isinstance(run.rule, DirectionAndMagnitude)
-        directions = torch.stack([outputs[0] for outputs in run.trace.outputs]).view(window.grads.shape)
+        directions = torch.stack([rows[0] for rows in run.trace.output_rows]).view(window.grads.shape)
         scales = [run.rule.scale(step) for step in run.trace.numbers]
         return recorded.statistic_adjoint(run.rule.rule, scales, directions, window)
 
@@ -171,10 +171,10 @@ def _update(t: int, trace: Trace, rule: RuleKernel, normaliser: Normaliser | Non
     theta, after = trace.params[t : t + 2]
     before, memory = rule.memory(t), rule.memory(t + 1)
     # The direction stays in the place of the first output, for the way back.
-    direction = trace.outputs[t][0] if normaliser is not None else after
+    direction = trace.output_rows[t][0] if normaliser is not None else after
     block = Block(0, trace.grads[t], theta, before, memory, direction)
     nominal = trace.features["rnnprop"][t, 0] if rule.rule.needs else None
-    update = rule.forward(trace.outputs[t].unbind(), nominal, block)
+    update = rule.forward(trace.output_rows[t], nominal, block)
     for name, value in memory.items():
         trace.restore(t, before[name], value)
     if normaliser is None:
@@ -266,7 +266,11 @@ def _trace(optimiser: Coordinatewise, window: Window, space: Workspace) -> tuple
             _look(name, item, grads, finite, window, torch.tensor(steps), features[name])
         at += item.size
     flat = grads.reshape(T, P).unbind()
-    return Trace(z.unbind(), hidden, features, params, flat, masks, steps, outputs, adjoints), of_theta
+    output_rows, adjoint_rows = ([step.unbind() for step in each] for each in (outputs, adjoints))
+    trace = Trace(
+        z.unbind(), hidden, features, params, flat, masks, steps, outputs, output_rows, adjoints, adjoint_rows
+    )
+    return trace, of_theta
 
 
 def _look(name: str, item: Input, grads: Tensor, finite: Tensor, window: Window, steps: Tensor, out: Tensor) -> None:

@@ -44,7 +44,7 @@ class RuleKernel(ABC):
     the replay of one block.
 
     Args:
-        rule: Whose options count.
+        rule: The reference rule, for its options.
         folded: The multiplied-out layers.
         phi: All parameters by name.
         nominal: Factor of the row of features that the rule takes m̂/√v̂ from.
@@ -113,7 +113,7 @@ class Additive(RuleKernel):
 
     def backward(self, t: int, a: Tensor, normaliser: Normaliser | None) -> Tensor | None:
         """The update's own."""
-        self.trace.adjoints[t][0].copy_(a)
+        self.trace.adjoint_rows[t][0].copy_(a)
         return None
 
 
@@ -126,7 +126,7 @@ class Bounded(RuleKernel):
 
     def backward(self, t: int, a: Tensor, normaliser: Normaliser | None) -> Tensor | None:
         """s·a·(1 − tanh² o)."""
-        tanh_backward(a * self.rule.step_size, self.trace.outputs[t][0], grad_input=self.trace.adjoints[t][0])
+        tanh_backward(a * self.rule.step_size, self.trace.output_rows[t][0], grad_input=self.trace.adjoint_rows[t][0])
         return None
 
 
@@ -159,19 +159,24 @@ class Gated(RuleKernel):
         for k, name in enumerate(self.rule.memory):
             value = memory[f"rule.{name}"]
             self._gates[0, k].view(value.shape).copy_(value)
+        rows = [step.unbind() for step in self._gates.unbind()]
+        self._memory = [
+            {f"rule.{name}": gate for name, gate in zip(self.rule.memory, two, strict=True)} for two in rows
+        ]
         self._adjoint = like.new_zeros(2, len(like))
         self._by_params, self._by_gates = (self.phi[name][:, None] for name in ("weight_params", "weight_gates"))
 
     def memory(self, t: int) -> Params:
         """The two gates."""
-        return {f"rule.{name}": gate for name, gate in zip(self.rule.memory, self._gates[t], strict=True)}
+        return self._memory[t]
 
     def backward(self, t: int, a: Tensor, normaliser: Normaliser | None) -> Tensor | None:
         """f(1 − f)(aθ + f̄) for o₀, i(1 − i)(ī − a g) for o₁, with f̄, ī the gates' adjoints from the step after."""
         adjoint, passing = self.trace.part(t, self._adjoint)
-        (f, i), forgotten, out = self._gates[t + 1], self.trace.outputs[t][0], self.trace.adjoints[t]
-        torch.addcmul(adjoint[0], a, self.trace.params[t], out=out[0]).mul_(f).mul_(forgotten)
-        torch.addcmul(adjoint[1], a, self.trace.grads[t], value=-1, out=out[1]).mul_(i).mul_(1 - i)
+        (f, i), forgotten = self._memory[t + 1].values(), self.trace.output_rows[t][0]
+        out, (by_f, by_i) = self.trace.adjoints[t], self.trace.adjoint_rows[t]
+        torch.addcmul(adjoint[0], a, self.trace.params[t], out=by_f).mul_(f).mul_(forgotten)
+        torch.addcmul(adjoint[1], a, self.trace.grads[t], value=-1, out=by_i).mul_(i).mul_(1 - i)
         self._adjoint = self._by_gates * out
         if passing is not None:
             self._adjoint += passing
@@ -217,15 +222,15 @@ class DirectionAndMagnitude(RuleKernel):
     def backward(self, t: int, a: Tensor, normaliser: Normaliser | None) -> Tensor | None:
         """(S_t a + κ d / R) exp(o₁) / R for o₀, the same times o₀ − m̂/√v̂ for o₁; −S_t λ a for θ."""
         assert normaliser is not None
-        direction, magnitude = self.trace.outputs[t]
+        direction, magnitude = self.trace.output_rows[t]
         decay = self.scale(self.trace.numbers[t]) * self.rule.weight_decay
         scaled = whole = a * normaliser.factors[t]
         if normaliser.adjoints is not None and normaliser.weights is not None:
             d = self.trace.part(t, direction)[0]
             kappa = torch.addcmul(normaliser.adjoints[t], normaliser.weights[t], scaled * d)
             whole = torch.addcmul(scaled, kappa, d)
-        torch.mul(whole, magnitude, out=self.trace.adjoints[t][0])
-        torch.mul(whole, direction, out=self.trace.adjoints[t][1])
+        torch.mul(whole, magnitude, out=self.trace.adjoint_rows[t][0])
+        torch.mul(whole, direction, out=self.trace.adjoint_rows[t][1])
         self._log_scale.add_(torch.dot(scaled, direction) - decay * torch.dot(a, self.trace.params[t]), alpha=10)
         return -decay * a if decay else None
 

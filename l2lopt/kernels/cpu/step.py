@@ -203,7 +203,7 @@ class StepBuffers:
         h: The rows of h; free once they are multiplied.
         cell: The cell's buffers.
         outputs: The head's, [outputs, B].
-        output_rows: Its rows.
+        output_rows: Rows of the output.
     """
 
     z: Tensor

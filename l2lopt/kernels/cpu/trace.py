@@ -23,7 +23,9 @@ class Trace(NamedTuple):
         finite: A mask [P] for each step that skips some coordinates, None for the others.
         numbers: The steps' numbers, from 1 at an optimiser's first update.
         outputs: The network's outputs, [outputs, P].
+        output_rows: The rows [P] of each of `outputs`.
         adjoints: The adjoints of `outputs`, 0 where a coordinate is skipped.
+        adjoint_rows: The rows [P] of each of `adjoints`.
     """
 
     z: tuple[Tensor, ...]
@@ -34,7 +36,9 @@ class Trace(NamedTuple):
     finite: list[Tensor | None]
     numbers: Sequence[int]
     outputs: tuple[Tensor, ...]
+    output_rows: list[tuple[Tensor, ...]]
     adjoints: tuple[Tensor, ...]
+    adjoint_rows: list[tuple[Tensor, ...]]
 
     def restore(self, t: int, before: Tensor, after: Tensor) -> None:
         """Gives the coordinates that step t skips their values `before` [..., P] in `after`."""

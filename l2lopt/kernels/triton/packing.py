@@ -1,8 +1,9 @@
-"""A coordinatewise rule as the kernels take it: what is compiled in, the packed weights, the numbers of a step."""
+"""A coordinatewise rule as the kernels take it: compiled-in constants, packed weights, the numbers of each step."""
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from l2lopt.cells.lstm import LSTM
 from l2lopt.core.layout import Layout
 from l2lopt.core.types import Params
-from l2lopt.kernels.folding import Folded
+from l2lopt.kernels.folding import Folded, step_size
 from l2lopt.optimisers import Coordinatewise, inputs, rules
 from l2lopt.optimisers.inputs import Input
 
@@ -23,61 +24,146 @@ PLACES: dict[type[Input], str] = {
     inputs.Loss: "LOSS_AT",
 }
 """Input → the constant that says where its features begin."""
-CODES = {rules.Additive: 0, rules.Bounded: 1, rules.Gated: 2, rules.DirectionAndMagnitude: 3}
-"""Rule → its number in `device`."""
+ADDITIVE, BOUNDED, GATED, DIRECTED = range(4)
+CODES = {
+    rules.Additive: ADDITIVE,
+    rules.Bounded: BOUNDED,
+    rules.Gated: GATED,
+    rules.DirectionAndMagnitude: DIRECTED,
+}
+"""Rule → its number in the kernels."""
 EXTRA = 8
-"""Numbers behind the head: two biases, then the rule's own."""
+"""Numbers behind the head in the packed weights: two biases, then the rule's gradients."""
+SLOTS = (
+    "log-step",
+    "log-and-sign: least",
+    "log-and-sign: 1/p",
+    "rnnprop: 1 − β₁",
+    "rnnprop: β₂",
+    "rnnprop: 1 − β₂",
+    "rnnprop: ε",
+    "rnnprop: factor of m",
+    "rnnprop: factor of g",
+    "momenta: β",
+    "momenta: 1 − β",
+    "momenta: ε",
+)
+"""Columns of `table`; two more follow for each of the momenta, 1 − β and a factor."""
+
+
+@dataclass(frozen=True)
+class Constants:
+    """The kernels' compile-time argument S: all that is fixed for an optimiser, one version of a kernel for each.
+
+    Attributes:
+        F: Features.
+        M: Hidden size.
+        P: Padded size of a gate.
+        K: Padded size of z.
+        IHC: An IHC-LSTM, else an LSTM.
+        RULE: The rule's number.
+        NOMINAL: The rule takes m̂/√v̂ from the features.
+        DECAY: λ.
+        PRECISION: Precision of products, by Triton's name.
+        B: Coordinates in a block.
+        MEMORY: Running means of all inputs together.
+        LOG_AT: The row of z in which this input's features begin, −1 where the input is not there.
+        RNN_AT: The same for `rnnprop`.
+        MOM_AT: The same for `momenta`.
+        STEP_AT: The same for `log-step`.
+        THETA_AT: The same for `parameter`.
+        LOSS_AT: The same for `loss`.
+        RNN: The index of the first of rnnprop's running means among all inputs'.
+        MOM: The index of the first of the momenta's.
+        MOMENTA: Number of running means.
+    """
+
+    F: int
+    M: int
+    P: int
+    K: int
+    IHC: bool
+    RULE: int
+    NOMINAL: bool
+    DECAY: float
+    PRECISION: str
+    B: int
+    MEMORY: int
+    LOG_AT: int = -1
+    RNN_AT: int = -1
+    MOM_AT: int = -1
+    STEP_AT: int = -1
+    THETA_AT: int = -1
+    LOSS_AT: int = -1
+    RNN: int = 0
+    MOM: int = 0
+    MOMENTA: int = 0
+
+    @property
+    def DIRECTED(self) -> bool:  # noqa: N802  # a constant of the kernels, as the others
+        """A rule with a statistic."""
+        return self.RULE == DIRECTED
+
+    @property
+    def R(self) -> int:  # noqa: N802  # a constant of the kernels, as the others
+        """Numbers that a replay records of a coordinate and step: features, h, c, θ and the gated rule's gates."""
+        return self.F + 2 * self.M + (3 if self.RULE == GATED else 1)
+
+    @property
+    def SIZE(self) -> int:  # noqa: N802  # a constant of the kernels, as the others
+        """Numbers of the packed weights."""
+        return 4 * self.P * self.K + 3 * self.P * self.P + 5 * self.P + EXTRA
 
 
 class Shape(NamedTuple):
     """What is fixed for an optimiser.
 
     Attributes:
-        constants: the kernels' compile-time arguments by name.
-        memory: the names of the inputs' running values in the order in which the kernels take them.
-        hidden: M.
+        constants: The kernels' compile-time argument.
+        memory: The names of the inputs' running means in the order in which the kernels take them.
         inner: N, the cell's input size.
-        features: F.
     """
 
-    constants: dict[str, Any]
+    constants: Constants
     memory: list[str]
-    hidden: int
     inner: int
-    features: int
 
     @classmethod
-    def of(cls, optimiser: Coordinatewise, precision: str) -> "Shape":
-        """The shape of an optimiser that `refusal` lets pass."""
+    def of(cls, optimiser: Coordinatewise, precision: str, width: int) -> "Shape":
+        """The shape of an optimiser that `refusal` lets pass, for blocks of `width` coordinates."""
         cell, features = optimiser.cell, optimiser.embedding.in_features
         hidden, inner = cell.hidden_size, cell.input_size
-        constants: dict[str, Any] = dict.fromkeys(PLACES.values(), -1) | {"RNN": 0, "MOM": 0, "MOMENTA": 0}
+        places: dict[str, int] = {}
         memory: list[str] = []
         at = 0
         for name, item in items(optimiser):
-            constants[PLACES[type(item)]] = at
+            places[PLACES[type(item)]] = at
             if isinstance(item, inputs.Momenta):
-                constants |= {"MOM": len(memory), "MOMENTA": item.size}
+                places |= {"MOM": len(memory), "MOMENTA": item.size}
             elif isinstance(item, inputs.RNNprop):
-                constants |= {"RNN": len(memory)}
+                places |= {"RNN": len(memory)}
             memory += [f"{name}.{key}" for key in item.memory]
             at += item.size
-        constants |= {
-            "F": features,
-            "M": hidden,
-            "P": padded(max(hidden, inner)),
-            "K": padded(features + hidden + 1),
-            "IHC": not isinstance(cell, LSTM),
-            "RULE": CODES[type(optimiser.rule)],
-            "NOMINAL": bool(optimiser.rule.needs),
-            "PRECISION": precision,
-        }
-        return cls(constants, memory, hidden, inner, features)
+        constants = Constants(
+            F=features,
+            M=hidden,
+            P=padded(max(hidden, inner)),
+            K=padded(features + hidden + 1),
+            IHC=not isinstance(cell, LSTM),
+            RULE=CODES[type(optimiser.rule)],
+            NOMINAL=bool(optimiser.rule.needs),
+            DECAY=float(getattr(optimiser.rule, "weight_decay", 0.0)),
+            PRECISION=precision,
+            B=width,
+            MEMORY=len(memory),
+            **places,
+        )
+        return cls(constants, memory, inner)
 
     @property
     def sizes(self) -> list[int]:
         """Numbers in each part of the packed weights: first, second, its bias, head, extra."""
-        P, K = self.constants["P"], self.constants["K"]
+        P, K = self.constants.P, self.constants.K
         return [4 * P * K, 3 * P * P, 3 * P, 2 * P, EXTRA]
 
     def pack(self, folded: Folded) -> Tensor:
@@ -86,36 +172,36 @@ class Shape(NamedTuple):
         for k, rows in enumerate(folded.first.split(self._rows)):
             first[k, : rows.shape[0], : rows.shape[1]] = rows
         if folded.second is not None:
-            second[:, : self.hidden, : self.inner] = folded.second.view(3, self.hidden, self.inner)
+            second[:, : self.constants.M, : self.inner] = folded.second.view(3, self.constants.M, self.inner)
         if folded.second_bias is not None:
-            bias[:, : self.hidden] = folded.second_bias.view(3, self.hidden)
-        head[: len(folded.head), : self.hidden] = folded.head
+            bias[:, : self.constants.M] = folded.second_bias.view(3, self.constants.M)
+        head[: len(folded.head), : self.constants.M] = folded.head
         extra[: len(folded.head_bias)] = folded.head_bias
         return first._base  # type: ignore[return-value]  # the vector that all parts are views of
 
     def unpack(self, packed: Tensor, like: Folded) -> tuple[Folded, Tensor]:
-        """Derivatives laid out as the packed weights → those of the layers, and the rule's own numbers."""
+        """Gradients laid out as the packed weights → those of the layers, and the rule's numbers."""
         first, second, bias, head, extra = self._parts(packed)
-        columns, outputs = self.features + self.hidden + 1, len(like.head)
+        columns, outputs = self.constants.F + self.constants.M + 1, len(like.head)
         pieces = [first[k, :rows, :columns] for k, rows in enumerate(self._rows)]
-        of_second = second[:, : self.hidden, : self.inner].reshape(-1, self.inner)
+        of_second = second[:, : self.constants.M, : self.inner].reshape(-1, self.inner)
         return Folded(
             torch.cat(pieces),
             None if like.second is None else of_second,
-            None if like.second_bias is None else bias[:, : self.hidden].reshape(-1),
-            head[:outputs, : self.hidden],
+            None if like.second_bias is None else bias[:, : self.constants.M].reshape(-1),
+            head[:outputs, : self.constants.M],
             extra[:outputs],
         ), extra[2:]
 
     def _parts(self, packed: Tensor) -> tuple[Tensor, ...]:
-        P, K = self.constants["P"], self.constants["K"]
+        P, K = self.constants.P, self.constants.K
         first, second, bias, head, extra = packed.split(self.sizes)
         return first.view(4, P, K), second.view(3, P, P), bias.view(3, P), head.view(2, P), extra
 
     @property
     def _rows(self) -> list[int]:
         """Rows of each of the four pieces of `Folded.first`."""
-        return [self.inner] * 3 + [self.hidden] if self.constants["IHC"] else [self.hidden] * 4
+        return [self.inner] * 3 + [self.constants.M] if self.constants.IHC else [self.constants.M] * 4
 
 
 def items(optimiser: Coordinatewise) -> list[tuple[str, Input]]:
@@ -129,26 +215,36 @@ def padded(size: int) -> int:
 
 
 def table(optimiser: Coordinatewise, steps: Sequence[int], like: Tensor) -> Tensor:
-    """What the inputs' features take of each step's number t, [steps, numbers]; `device.look` reads it by place."""
-    kinds = {type(item): item for _, item in items(optimiser)}
-    rows = []
-    for t in steps:
-        row = [0.0] * 12
-        if isinstance(item := kinds.get(inputs.LogStep), inputs.LogStep):
-            row[0] = math.log(t) / item.scale
-        if isinstance(item := kinds.get(inputs.LogAndSign), inputs.LogAndSign):
-            row[1:3] = [math.exp(-item.p), 1 / item.p]
-        if isinstance(item := kinds.get(inputs.RNNprop), inputs.RNNprop):
+    """The numbers that the inputs' features take of each step's number t: [steps, columns], see `SLOTS`."""
+    return torch.tensor([_row(optimiser, t) for t in steps], dtype=torch.float32).to(like.device)
+
+
+def _row(optimiser: Coordinatewise, t: int) -> list[float]:
+    numbers, momenta = dict.fromkeys(SLOTS, 0.0), []
+    for _, item in items(optimiser):
+        if isinstance(item, inputs.LogStep):
+            numbers["log-step"] = math.log(t) / item.scale
+        elif isinstance(item, inputs.LogAndSign):
+            numbers |= {"log-and-sign: least": math.exp(-item.p), "log-and-sign: 1/p": 1 / item.p}
+        elif isinstance(item, inputs.RNNprop):
             unbias = math.sqrt(1 - item.beta2**t)
-            row[3:6] = [1 - item.beta1, item.beta2, 1 - item.beta2]
-            row[6:9] = [item.eps * unbias, unbias / (1 - item.beta1**t), unbias]
-        if isinstance(item := kinds.get(inputs.Momenta), inputs.Momenta):
+            numbers |= {
+                "rnnprop: 1 − β₁": 1 - item.beta1,
+                "rnnprop: β₂": item.beta2,
+                "rnnprop: 1 − β₂": 1 - item.beta2,
+                "rnnprop: ε": item.eps * unbias,
+                "rnnprop: factor of m": unbias / (1 - item.beta1**t),
+                "rnnprop: factor of g": unbias,
+            }
+        elif isinstance(item, inputs.Momenta):
             unbias = math.sqrt(1 - item.square_beta**t)
-            row[9:12] = [item.square_beta, 1 - item.square_beta, item.eps * unbias]
-            for beta in item.betas:
-                row += [1 - beta, unbias / (1 - beta**t)]
-        rows.append(row)
-    return torch.tensor(rows, dtype=torch.float32).to(like.device)
+            numbers |= {
+                "momenta: β": item.square_beta,
+                "momenta: 1 − β": 1 - item.square_beta,
+                "momenta: ε": item.eps * unbias,
+            }
+            momenta = [number for beta in item.betas for number in (1 - beta, unbias / (1 - beta**t))]
+    return [*numbers.values(), *momenta]
 
 
 def losses(optimiser: Coordinatewise, loss: Tensor | None, like: Tensor) -> Tensor:
@@ -157,15 +253,15 @@ def losses(optimiser: Coordinatewise, loss: Tensor | None, like: Tensor) -> Tens
         if isinstance(item, inputs.Loss):
             blank = like.new_zeros(*(() if loss is None else loss.shape), 1)
             features, _ = item(inputs.Sight(blank, blank, torch.zeros(()), loss, Layout((), ()), blank), {})
-            return features[..., 0].movedim(0, -1).float().contiguous()  # type: ignore[no-any-return]
+            return features[..., 0].movedim(0, -1).float().contiguous()  # type: ignore[no-any-return]  # indexing forgets the type
     return like.new_zeros(2 * like[..., :1].numel() or 2, dtype=torch.float32)
 
 
 def scales(optimiser: Coordinatewise, phi: Params, steps: Sequence[int], like: Tensor) -> Tensor:
-    """What multiplies the rule's outputs at each step, [steps]: s, or S_t."""
+    """The factor of the rule's outputs at each step, [steps]: s, or S_t, without waiting for the GPU."""
     rule = optimiser.rule
     if isinstance(rule, rules.DirectionAndMagnitude):
-        fading = torch.tensor([1 / (1 + (t - 1) / rule.horizon) for t in steps], dtype=torch.float64).to(like.device)
-        return (rule.step_size * torch.exp(10 * phi["rule.log_scale"].double()) * fading).float()
+        growth = torch.exp(10 * phi["rule.log_scale"].double())
+        return step_size(rule, growth, torch.tensor(steps, dtype=torch.float64).to(like.device)).float()
     size = rule.step_size if isinstance(rule, rules.Additive | rules.Bounded) else 1.0
     return torch.full((len(steps),), size, dtype=torch.float32, device=like.device)

@@ -1,8 +1,8 @@
 """Backpropagation through a window of the coordinatewise learned optimiser on a GPU, the time loop in one kernel."""
 
 from collections.abc import Mapping
+from functools import partial
 from math import ceil, prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,8 +10,8 @@ from torch import Tensor
 from l2lopt.core.layout import Params
 from l2lopt.estimators.window import BlockAdjoints, MeanAdjoint, Window
 from l2lopt.kernels import recorded
-from l2lopt.kernels.folding import Folded, fold
-from l2lopt.kernels.triton import device, packing
+from l2lopt.kernels.folding import Folded, fold, gradient_through
+from l2lopt.kernels.triton import device_replay, packing
 from l2lopt.kernels.triton.packing import Shape
 from l2lopt.kernels.triton.step import LAUNCH, PRECISION, WIDTH, gates_of, programs, rule_of
 from l2lopt.optimisers import Coordinatewise
@@ -20,127 +20,95 @@ from l2lopt.optimisers.rules import DirectionAndMagnitude, Gated
 AT_ONCE = 2**28
 """Coordinates times steps of a window's part: 4 bytes each for the gradients and as much for the sources."""
 KEPT = 2**31
-"""Bytes that all programs may keep of their steps."""
+"""Bytes for the recorded steps of all programs."""
 
 
 def replay(
     optimiser: Coordinatewise, phi: Params, window: Window, adjoints: Mapping[str, MeanAdjoint] | None = None
 ) -> BlockAdjoints:
-    """The window's meta-gradient; the equations are those of `kernels.replay.replay`.
+    """The window's meta-gradient; the equations are those of `kernels.cpu.replay.replay`.
 
-    A step keeps F + 2M + 1 numbers a coordinate (three for the gated rule's θ and gates), of the coordinates that are
-    under way; twelve products a step for an LSTM, with the four of the step forward.
+    A step records F + 2M + 1 numbers a coordinate (F + 2M + 3 for the gated rule), of the coordinates that are under
+    way; twelve products a step for an LSTM, with the four of the step forward.
 
     Args:
-        optimiser: one that neither `refusal` nor `kernels.replay.refusal_to_replay` refuses.
-        phi: its parameters.
-        window: its gradients may be float32 or bfloat16.
+        optimiser: An optimiser that neither `refusal` nor `kernels.cpu.replay.refusal_to_replay` refuses.
+        phi: Parameters of the optimiser.
+        window: The block's steps; gradients may be float32 or bfloat16.
         adjoints: The adjoint of the rule's statistic, under the name of its mean; none where it is a constant.
     """
-    leaves = {name: value.detach().requires_grad_() for name, value in phi.items()}
-    gradient = {name: torch.zeros_like(value) for name, value in phi.items()}
     if not window.grads.numel():
-        return BlockAdjoints(gradient, {})
-    with torch.enable_grad():
-        folded = fold(optimiser, leaves)
-    of = Shape.of(optimiser, PRECISION)
-    with torch.no_grad():
-        sums = _run(optimiser, of, phi, folded, window, adjoints or {}, None).sum(0)
-        pieces, of_rule = of.unpack(sums, folded)
-        if isinstance(optimiser.rule, Gated):
-            # The bias of a gate is in the same sum as the head's.
-            numbers = torch.cat([pieces.head_bias, of_rule]).to(window.params.dtype)
-            parts = zip(("bias", "weight_params", "weight_gates"), numbers.split([2, 2, 2, 2])[:3], strict=True)
-            gradient |= {f"rule.{name}": part for name, part in parts}
-        elif isinstance(optimiser.rule, DirectionAndMagnitude):
-            gradient["rule.log_scale"] = of_rule[0].to(phi["rule.log_scale"].dtype)
-    outputs = [
-        (output, piece.to(output.dtype))
-        for output, piece in zip(folded, pieces, strict=True)
-        if output is not None and piece is not None
-    ]
-    through = torch.autograd.grad(
-        [output for output, _ in outputs], list(leaves.values()), [piece for _, piece in outputs], allow_unused=True
-    )
-    gradient |= {name: value for name, value in zip(leaves, through, strict=True) if value is not None}
-    return BlockAdjoints(gradient, {})
+        return BlockAdjoints({name: torch.zeros_like(value) for name, value in phi.items()}, {})
+    return BlockAdjoints(gradient_through(optimiser, phi, partial(_replay, optimiser, phi, window, adjoints or {})), {})
+
+
+def _replay(
+    optimiser: Coordinatewise, phi: Params, window: Window, adjoints: Mapping[str, MeanAdjoint], folded: Folded
+) -> tuple[Folded, Params]:
+    """The gradient with respect to `folded` and to the rule's parameters."""
+    shape = Shape.of(optimiser, PRECISION, WIDTH)
+    found, of_rule = shape.unpack(_run(optimiser, shape, phi, folded, window, adjoints, None).sum(0), folded)
+    if isinstance(optimiser.rule, Gated):
+        # A gate's bias is added to the head's: their gradients are one.
+        of_params, of_gates, _ = of_rule.split(2)
+        return found, {"bias": found.head_bias, "weight_params": of_params, "weight_gates": of_gates}
+    return found, {"log_scale": of_rule[0]} if isinstance(optimiser.rule, DirectionAndMagnitude) else {}
 
 
 def statistic_adjoint(optimiser: Coordinatewise, phi: Params, window: Window) -> Tensor:
-    """See `kernels.cpu.replay.statistic_adjoint`: the kernel's forward half, and a few operations a step.
+    """The adjoint of the statistic, see `kernels.cpu.replay.statistic_adjoint`, by the kernel's forward half.
 
     Args:
-        optimiser: as for `replay`, of a rule with a statistic and without θ among its inputs.
-        phi: its parameters.
-        window: the block's.
+        optimiser: An optimiser that `replay` takes, of a rule with a statistic and without θ among its inputs.
+        phi: Parameters of the optimiser.
+        window: The block's steps.
     """
-    rule, layout = optimiser.rule, window.state.layout
+    rule = optimiser.rule
     assert isinstance(rule, DirectionAndMagnitude)
-    pulls = torch.zeros_like(window.grads)
+    directions = torch.zeros_like(window.grads)
     with torch.no_grad():
         if window.grads.numel():
-            _run(optimiser, Shape.of(optimiser, PRECISION), phi, fold(optimiser, phi), window, {}, pulls)
-        steps = packing.scales(optimiser, phi, recorded.numbers(window), window.params).tolist()
-        a = torch.zeros_like(window.params)
-        for t in reversed(range(len(steps))):
-            a = a + window.sources[t]
-            scaled = steps[t] * a.where(window.grads[t].square().isfinite(), 0.0)
-            pulls[t].mul_(-scaled)
-            a = a - rule.weight_decay * scaled
-        measured = recorded.statistic(rule, window, {}).value.double()
-        return torch.stack([part.sum(-1, dtype=torch.float64) for part in layout.split(pulls)], -1) / measured
+            shape = Shape.of(optimiser, PRECISION, WIDTH)
+            _run(optimiser, shape, phi, fold(optimiser, phi), window, {}, directions)
+        scales = packing.scales(optimiser, phi, recorded.numbers(window), window.params).tolist()
+        return recorded.statistic_adjoint(rule, scales, directions, window)
 
 
 def _run(
     optimiser: Coordinatewise,
-    of: Shape,
+    shape: Shape,
     phi: Params,
     folded: Folded,
     window: Window,
     adjoints: Mapping[str, MeanAdjoint],
     directions: Tensor | None,
 ) -> Tensor:
-    """Each program's derivatives [programs, numbers] in float64; or, where there is room for them, the directions."""
+    """Each program's gradients [programs, numbers] in float64; or, where there is room for them, the directions."""
     batch, n, T = window.params.shape[:-1], window.params.shape[-1], len(window.grads)
-    rows, blocks, layout, like = prod(batch), ceil(n / WIDTH), window.state.layout, window.params
+    rows, blocks, layout, like, S = prod(batch), ceil(n / WIDTH), window.state.layout, window.params, shape.constants
     coordinates = {name: value.contiguous() for name, value in window.state.coordinates.items()}
     numbers, tensors = recorded.numbers(window), len(layout.sizes)
-    features, gated = of.features, isinstance(optimiser.rule, Gated)
-    numbers_kept, slots = features + 2 * of.hidden + (3 if gated else 1), T + 1 if directions is None else 2
-    at_once = min(programs(rows * blocks, like), max(KEPT // (4 * WIDTH * numbers_kept * slots), 1))
-    kept = torch.empty(at_once, slots, numbers_kept, WIDTH, device=like.device)
-    running = tuple(torch.empty(at_once, WIDTH, device=like.device) for _ in of.memory)
-    sums = torch.zeros(at_once, sum(of.sizes), dtype=torch.float64, device=like.device)
-    statistic, pulls, own = _statistics(optimiser, window, adjoints)
+    slots = T + 1 if directions is None else 2
+    at_once = min(programs(rows * blocks, like), max(KEPT // (4 * WIDTH * S.R * slots), 1))
+    kept = torch.empty(at_once, slots, S.R, WIDTH, device=like.device)
+    running = tuple(torch.empty(at_once, WIDTH, device=like.device) for _ in shape.memory)
+    sums = torch.zeros(at_once, S.SIZE, dtype=torch.float64, device=like.device)
+    statistics, pulled = _statistics(optimiser, window, adjoints)
     member = torch.arange(tensors, dtype=torch.int32).repeat_interleave(torch.tensor(layout.sizes)).to(like.device)
     table = packing.table(optimiser, numbers, like)
-    losses = packing.losses(optimiser, window.losses, like)
-    fixed: dict[str, Any] = of.constants | {
-        "B": WIDTH,
-        "MEMORY": len(of.memory),
-        "DECAY": float(getattr(optimiser.rule, "weight_decay", 0.0)),
-        "PULLED": pulls is not None,
-        "BACK": directions is None,
-        "R": numbers_kept,
-        "SIZE": sum(of.sizes),
-    }
-    device.replay[(at_once,)](
+    device_replay.replay[(at_once,)](
         window.grads.contiguous(),
         window.sources.contiguous(),
         window.params.contiguous(),
-        coordinates["cell.h"],
-        coordinates["cell.c"],
-        tuple(coordinates[name] for name in of.memory),
-        *gates_of(coordinates, like),
+        (coordinates["cell.h"], coordinates["cell.c"], *gates_of(coordinates, like)),
+        tuple(coordinates[name] for name in shape.memory),
         running,
-        of.pack(Folded(*(None if part is None else part.detach() for part in folded))),  # type: ignore[arg-type]
+        shape.pack(folded),
         rule_of(phi, like),
         table,
-        losses,
+        packing.losses(optimiser, window.losses, like),
         packing.scales(optimiser, phi, numbers, like),
-        statistic,
-        statistic if pulls is None else pulls,
-        statistic if own is None else own,
+        statistics,
         member,
         kept,
         sums,
@@ -153,7 +121,9 @@ def _run(
         slots,
         table.shape[1],
         tensors,
-        **fixed,
+        S=S,
+        PULLED=pulled,
+        BACK=directions is None,
         **LAUNCH,
     )
     return sums
@@ -161,12 +131,13 @@ def _run(
 
 def _statistics(
     optimiser: Coordinatewise, window: Window, adjoints: Mapping[str, MeanAdjoint]
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """R, c² R·pull and c² own / 1 of every step and tensor, [T, *batch, tensors], for κ = c² R (pull − own·p)."""
-    rule = optimiser.rule
-    if not isinstance(rule, DirectionAndMagnitude):
-        return window.params.new_zeros(1), None, None
-    value, adjoint, weight = recorded.statistic(rule, window, adjoints)
+) -> tuple[tuple[Tensor, Tensor, Tensor], bool]:
+    """R, c² R·adjoint and c² weight of each step and tensor, for κ = c² R (adjoint − weight·p), and if κ is not 0."""
+    if not isinstance(optimiser.rule, DirectionAndMagnitude):
+        nothing = window.params.new_zeros(1)
+        return (nothing, nothing, nothing), False
+    value, adjoint, weight = recorded.statistic(optimiser.rule, window, adjoints)
+    value = value.float().contiguous()
     if adjoint is None or weight is None:
-        return value.contiguous(), None, None
-    return value.contiguous(), (adjoint * value).contiguous(), weight.contiguous()
+        return (value, value, value), False
+    return (value, (adjoint.float() * value).contiguous(), weight.float().contiguous()), True

@@ -72,7 +72,7 @@ class Triton(Twin):
 
     def __init__(self, reference: Coordinatewise) -> None:
         super().__init__(reference)
-        self.shape = Shape.of(reference, PRECISION)
+        self.shape = Shape.of(reference, PRECISION, WIDTH)
         self._packed: tuple[object, Tensor] | None = None
         self._chunks: tuple[Layout, torch.device, Chunks] | None = None
 
@@ -113,10 +113,8 @@ class Triton(Twin):
                 params,
                 update,
                 skipped,
-                coordinates["cell.h"],
-                coordinates["cell.c"],
+                (coordinates["cell.h"], coordinates["cell.c"], *gates_of(coordinates, grads)),
                 tuple(coordinates[name] for name in self.shape.memory),
-                *gates_of(coordinates, grads),
                 self._weights(phi),
                 rule_of(phi, grads),
                 packing.table(reference, numbers, grads),
@@ -126,8 +124,7 @@ class Triton(Twin):
                 grads.numel(),
                 blocks,
                 rows * blocks,
-                B=WIDTH,
-                **self.shape.constants,
+                S=self.shape.constants,
                 **LAUNCH,
             )
             shared["skipped"] = state.shared["skipped"] + skipped.sum(-1).view(state.shared["skipped"].shape)

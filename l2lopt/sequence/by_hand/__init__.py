@@ -1,7 +1,8 @@
-"""Sequence layers with hand-derived backward passes: the loop's numbers at about the speed of the products.
+"""Hand-derived forward and backward passes over time: the loop's results at about the cost of its matrix products.
 
-`plan` looks a cell up; `run` has the signature of `loop.run`. Every pass is a `Sweep`: `Recurrent`, a pointwise part
-(`pointwise`) behind a feed that brings h to the gates (`full`, `highway`), or one of the `scans`.
+`plan` finds the pass of a cell; `run` has the signature of `loop.run`. Every pass is a `Sweep`: either `Recurrent`, the
+element-wise part of a cell (`pointwise`) behind a feed that brings h to the gates (`full`, `highway`), or one of the
+`scans`.
 """
 
 from collections.abc import Callable
@@ -23,19 +24,20 @@ def run(
     fold: bool | None = None,
     through: Callable[..., tuple[Tensor, ...]] = ByHand.apply,
 ) -> tuple[Tensor, CellState]:
-    """What `loop.run` gives, for a cell that `plan` knows and at least one step of one sequence.
+    """`loop.run` for a cell that `plan` knows, with at least one step of one sequence.
 
-    Under autocast the products are in its precision, states and sums in the weights' own. Beside the steps a call costs
-    about a millisecond. On a GPU it is the same operations, none of which reads a number back, as a CUDA graph demands.
+    Under autocast matrix products have its precision, states and sums that of the weights. A call costs about a
+    millisecond beside its steps. The operations are the same on a GPU; none reads a number back to the CPU, which a
+    CUDA graph would not allow.
 
     Args:
-        cell: as in `loop.run`, like the arguments that follow.
-        x: [T, N, *batch].
-        state: name → [size, *batch].
-        lengths: [*batch] or None.
-        reverse: from the last step to the first.
-        fold: see `plan`; None folds on a GPU.
-        through: how the pass is applied; takes what `ByHand.apply` takes.
+        cell: Cell to run.
+        x: Inputs, [T, N, *batch].
+        state: name → [size, *batch], the state before the first step.
+        lengths: Number of steps of each sequence, [*batch]; None for T everywhere.
+        reverse: Whether the cell runs from the last step to the first.
+        fold: Whether to fold an IRC cell, see `plan`; None folds on a GPU.
+        through: Function with the arguments of `ByHand.apply` that applies the pass.
     """
     sweep = plan(cell, x.is_cuda if fold is None else fold)
     assert not isinstance(sweep, str)

@@ -1,4 +1,4 @@
-"""W x + b out of the time loop, and one full product R h a step in it; or two, with a reset gate between them."""
+"""Feeds with W x + b outside the loop over time, and one product R h a step in it, or two around a reset gate."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from l2lopt.sequence.by_hand.feed import Feed
 
 
 class Full(Feed):
-    """R h added to W x + b: one product a step. Weights: `W`, `R`, perhaps `b`, and `b_h` for blocks without W."""
+    """W x + b + R h: one product a step. Weights: `W`, `R`, perhaps `b`, and `b_h` for blocks that W does not reach."""
 
     def hoist(self) -> None:
         """W x + b."""
@@ -25,30 +25,30 @@ class Full(Feed):
         self.r.add(self.gates[t], h)
 
     def prepare_back(self, d: Tensor) -> None:
-        """Looks up the slopes of R h."""
-        self.d, self.slopes, self.r = d, self.part(d, "product").unbind(0), products.Repeated(self.w["R"].t())
+        """Views of the adjoints of R h, one for each step."""
+        self.d, self.adjoints, self.r = d, self.part(d, "product").unbind(0), products.Repeated(self.w["R"].t())
 
     def step_back(self, t: int, dh: Tensor) -> None:
         """Rᵀ d."""
-        self.r.add(dh, self.slopes[t])
+        self.r.add(dh, self.adjoints[t])
 
-    def weight_slopes(self) -> Params:
-        """Of W, R and the biases."""
+    def weight_gradients(self) -> Params:
+        """For W, R and the biases."""
         hoisted, product = self.part(self.d, "hoisted"), self.part(self.d, "product")
-        slopes = {"W": self.outer(hoisted, self.x, "W"), "R": self.outer(product, self.h, "R")}
+        gradients = {"W": self.outer(hoisted, self.x, "W"), "R": self.outer(product, self.h, "R")}
         if "b" in self.w:
-            slopes["b"] = hoisted.sum((0, 1))
+            gradients["b"] = hoisted.sum((0, 1))
         if "b_h" in self.w:
-            slopes["b_h"] = self.part(self.d, "alone").sum((0, 1))
-        return slopes
+            gradients["b_h"] = self.part(self.d, "alone").sum((0, 1))
+        return gradients
 
-    def input_slopes(self) -> Tensor:
+    def input_gradient(self) -> Tensor:
         """Wᵀ d."""
         return products.back(self.part(self.d, "hoisted"), self.w["W"])
 
 
 class ResetBefore(Feed):
-    """Table I's GRU: two dependent products a step, R h into r and i, then R_A (r∘h) into a; weights as in `Full`."""
+    """The GRU of Table I: two dependent products a step, R h for r and i, then R_A (r∘h) for a. Weights of `Full`."""
 
     def hoist(self) -> None:
         """W x + b."""
@@ -66,7 +66,7 @@ class ResetBefore(Feed):
         self.r_a.add(self.candidate[t], self.rh[t])
 
     def prepare_back(self, d: Tensor) -> None:
-        """Looks up the slopes; those of r are still factors of the slope of r∘h."""
+        """Views of the adjoints. The blocks of r hold factors at first, which `step_back` multiplies by that of r∘h."""
         m = self.h.shape[2]
         self.d, self.d_gates, self.d_reset = d, self.part(d, "product").unbind(0), d[..., :m].unbind(0)
         self.d_candidate, self.reset = self.part(d, "candidate").unbind(0), self.z[..., :m].unbind(0)
@@ -74,20 +74,20 @@ class ResetBefore(Feed):
         self.d_rh = products.room(self.h, *self.h.shape[1:])
 
     def step_back(self, t: int, dh: Tensor) -> None:
-        """R_Aᵀ d_a is the slope of r∘h; then Rᵀ d."""
+        """R_Aᵀ d_a is the adjoint of r∘h; then Rᵀ d."""
         self.r_a.write(self.d_rh, self.d_candidate[t])
         self.d_reset[t].mul_(self.d_rh)
         dh.addcmul_(self.d_rh, self.reset[t])
         self.r_gates.add(dh, self.d_gates[t])
 
-    def weight_slopes(self) -> Params:
-        """Of W, R and the bias."""
+    def weight_gradients(self) -> Params:
+        """For W, R and the bias."""
         parts = ((self.part(self.d, "product"), self.h), (self.part(self.d, "candidate"), self.tape["rh"]))
-        slopes = {"W": self.outer(self.d, self.x, "W"), "R": torch.cat([self.outer(d, x, "R") for d, x in parts])}
+        gradients = {"W": self.outer(self.d, self.x, "W"), "R": torch.cat([self.outer(d, x, "R") for d, x in parts])}
         if "b" in self.w:
-            slopes["b"] = self.d.sum((0, 1))
-        return slopes
+            gradients["b"] = self.d.sum((0, 1))
+        return gradients
 
-    def input_slopes(self) -> Tensor:
+    def input_gradient(self) -> Tensor:
         """Wᵀ d."""
         return products.back(self.d, self.w["W"])

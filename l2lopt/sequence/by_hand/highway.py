@@ -1,7 +1,8 @@
-"""Cells whose gates see v, made of x and h (IRC and IHC): dependent products a step, two where v takes one.
+"""Feeds of the IRC and IHC cells, whose gates are functions of v, itself a function of x and h.
 
-Nothing of W v can be taken out of the loop, and nothing of it need be: dv is the slope of x as it comes. What can be,
-W_A x (and W_G x), is. Weights: `W_v` [gM, N], `W_A` [M, N], perhaps the gates' bias `b`, and what makes v.
+The products of a step depend on one another: one or two for v, then W v, which therefore stays in the loop; W_A x and
+W_G x are computed outside. The adjoint of v is at the same time that of x, so W v needs no product for dx. Weights:
+`W_v` [gM, N], `W_A` [M, N], perhaps the gates' bias `b`, and those of v.
 """
 
 from abc import abstractmethod
@@ -14,11 +15,11 @@ from l2lopt.sequence.by_hand import products
 from l2lopt.sequence.by_hand.feed import Feed
 
 REPEATED = ("W_v", "U", "J", "gamma")
-"""The weights that every step multiplies with, there and back."""
+"""Weights of the products inside the loop, forward and backward."""
 
 
 class Simplified(Feed):
-    """σ(W v + b) and W_A x; how v comes about is left to the two kinds."""
+    """The gates' arguments W v + b, and W_A x; the subclasses compute v."""
 
     def hoist(self) -> None:
         """W_A x."""
@@ -34,39 +35,39 @@ class Simplified(Feed):
 
     @abstractmethod
     def mix(self, t: int, h: Tensor) -> None:
-        """Writes v."""
+        """Writes v of step t."""
 
     def prepare_back(self, d: Tensor) -> None:
-        """Room for dv."""
-        self.d, self.slopes = d, self.part(d, "product").unbind(0)
+        """Memory for dv, and views for each step."""
+        self.d, self.adjoints = d, self.part(d, "product").unbind(0)
         self.back = {name: products.Repeated(self.w[name].t()) for name in REPEATED if name in self.w}
         self.dv = products.room(d, *self.x.shape)
         self.dvs = self.dv.unbind(0)
 
     def step_back(self, t: int, dh: Tensor) -> None:
-        """Wᵀ d is dv."""
-        self.back["W_v"].write(self.dvs[t], self.slopes[t])
+        """Dv = Wᵀ d, and from it dh."""
+        self.back["W_v"].write(self.dvs[t], self.adjoints[t])
         self.mix_back(t, dh)
 
     @abstractmethod
     def mix_back(self, t: int, dh: Tensor) -> None:
-        """Adds to dh what comes from dv."""
+        """Adds the contribution of dv to dh."""
 
-    def weight_slopes(self) -> Params:
-        """Of W, W_A and the gates' bias; those of what makes v are its own."""
+    def weight_gradients(self) -> Params:
+        """For W, W_A and the gates' bias; subclasses add the weights of v."""
         gates, candidate = self.part(self.d, "product"), self.part(self.d, "candidate")
-        slopes = {"W_v": self.outer(gates, self.tape["v"], "W_v"), "W_A": self.outer(candidate, self.x, "W_A")}
+        gradients = {"W_v": self.outer(gates, self.tape["v"], "W_v"), "W_A": self.outer(candidate, self.x, "W_A")}
         if "b" in self.w:
-            slopes["b"] = gates.sum((0, 1))
-        return slopes
+            gradients["b"] = gates.sum((0, 1))
+        return gradients
 
-    def input_slopes(self) -> Tensor:
-        """Through a, and dv through v, which is overwritten."""
+    def input_gradient(self) -> Tensor:
+        """W_Aᵀ d + dv, written over dv."""
         return self.dv.add_(products.back(self.part(self.d, "candidate"), self.w["W_A"]))
 
 
 class Residual(Simplified):
-    """v = x + U h, with α in U [N, M], or v = x + ω∘h, with α in ω [N]: then one product a step."""
+    """v = x + U h with α multiplied into U [N, M]; or v = x + ω∘h with α in ω [N], which leaves one product a step."""
 
     def mix(self, t: int, h: Tensor) -> None:
         """Writes v."""
@@ -82,18 +83,18 @@ class Residual(Simplified):
         else:
             self.back["U"].add(dh, self.dvs[t])
 
-    def weight_slopes(self) -> Params:
-        """And of U or ω."""
+    def weight_gradients(self) -> Params:
+        """For U or ω, too."""
         if "omega" in self.w:
-            return super().weight_slopes() | {"omega": (self.dv * self.h).sum((0, 1))}
-        return super().weight_slopes() | {"U": self.outer(self.dv, self.h, "U")}
+            return super().weight_gradients() | {"omega": (self.dv * self.h).sum((0, 1))}
+        return super().weight_gradients() | {"U": self.outer(self.dv, self.h, "U")}
 
 
 class Highway(Simplified):
     """g = σ(W_G x + b_G + Γ h); v = x + g∘(u − x), u = U h, or ω∘h with a vector ω; Γ may act on u instead of h.
 
-    u and g lie side by side, so that J = [U; Γ] is one product where Γ acts on h; its weights are `J`, else `U`, or
-    `omega`, and `gamma`; perhaps `W_G` and `b_G`. Γ acts on u if there is `on_u`.
+    u and g share a buffer, side by side, so that [U; Γ] h is a single product if Γ acts on h. Its weights are then
+    `J` = [U; Γ], otherwise `U` or `omega`, and `gamma`; perhaps `W_G` and `b_G`. Γ acts on u if `blocks` has "on_u".
     """
 
     def hoist(self) -> None:
@@ -122,7 +123,7 @@ class Highway(Simplified):
         torch.lerp(self.xs[t], u, g.sigmoid_(), out=self.v[t])
 
     def prepare_back(self, d: Tensor) -> None:
-        """The factors of dv in the slopes of u and of g's argument."""
+        """Writes the factors that turn dv into the adjoints of u and of g's argument, for all steps."""
         super().prepare_back(d)
         n, both = self.x.shape[2], self.tape["u g"]
         self.d_both = products.room(d, *both.shape)
@@ -134,7 +135,7 @@ class Highway(Simplified):
         self.d_u, self.d_g = d_u.unbind(0), d_g.unbind(0)
 
     def mix_back(self, t: int, dh: Tensor) -> None:
-        """The slopes of u and g's argument, and through them that of h."""
+        """The adjoints of u and of g's argument, and their contribution to dh."""
         self.d_pairs[t].mul_(self.dvs[t].unsqueeze(1))
         if "J" in self.w:
             self.back["J"].add(dh, self.d_boths[t])
@@ -145,30 +146,30 @@ class Highway(Simplified):
         else:
             self.back["U"].add(dh, self.d_u[t])
 
-    def weight_slopes(self) -> Params:
-        """And of J, or of U or ω and Γ, and of W_G and b_G."""
-        slopes = super().weight_slopes()
+    def weight_gradients(self) -> Params:
+        """For J, or for U or ω and Γ, and for W_G and b_G, too."""
+        gradients = super().weight_gradients()
         u, _, d_u, d_g = self._halves()
         if "J" in self.w:
-            slopes["J"] = self.outer(self.d_both, self.h, "J")
+            gradients["J"] = self.outer(self.d_both, self.h, "J")
         else:
-            slopes["gamma"] = self.outer(d_g, u if "on_u" in self.blocks else self.h, "gamma")
+            gradients["gamma"] = self.outer(d_g, u if "on_u" in self.blocks else self.h, "gamma")
             if "omega" in self.w:
-                slopes["omega"] = (d_u * self.h).sum((0, 1))
+                gradients["omega"] = (d_u * self.h).sum((0, 1))
             else:
-                slopes["U"] = self.outer(d_u, self.h, "U")
+                gradients["U"] = self.outer(d_u, self.h, "U")
         if "W_G" in self.w:
-            slopes["W_G"], slopes["b_G"] = self.outer(d_g, self.x, "W_G"), d_g.sum((0, 1))
-        return slopes
+            gradients["W_G"], gradients["b_G"] = self.outer(d_g, self.x, "W_G"), d_g.sum((0, 1))
+        return gradients
 
-    def input_slopes(self) -> Tensor:
+    def input_gradient(self) -> Tensor:
         """Through a, g and v."""
         _, g, _, d_g = self._halves()
         self.dv.addcmul_(self.dv, g, value=-1)
         if "W_G" in self.w:
             self.dv.add_(products.back(d_g, self.w["W_G"]))
-        return super().input_slopes()
+        return super().input_gradient()
 
     def _halves(self) -> tuple[Tensor, ...]:
-        """u, g and their slopes."""
+        """u, g and their adjoints."""
         return *self.tape["u g"].chunk(2, 2), *self.d_both.chunk(2, 2)

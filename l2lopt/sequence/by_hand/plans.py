@@ -1,4 +1,4 @@
-"""Which pass a cell has, and its weights in the form that the pass wants."""
+"""The table of cells and their passes, with the functions that bring a cell's weights into the form of its pass."""
 
 from collections.abc import Callable
 from functools import partial
@@ -32,14 +32,14 @@ CORES: dict[type[Core], Callable[[], Pointwise]] = {
 
 
 def plan(cell: Cell, fold: bool = False) -> Sweep | str:
-    """The pass of a cell, or why it has none.
+    """The pass of a cell, or the reason why it has none.
 
     Args:
-        cell: the step.
-        fold: whether an IRC cell may be folded into R = W diag(α) U_V, one product a step instead of two, where that is
-            less work within the steps: N ≥ gM/(1 + g), g gates. It is more work altogether: in two products W v needs
-            neither a product over all time beforehand nor one for dx, and on a CPU they are 1.0 to 3 times as fast,
-            forward and backward. A GPU, which waits for launches, is another matter.
+        cell: Any cell.
+        fold: Whether an IRC cell may be folded into R = W diag(α) U_V, one product a step instead of two, if that is
+            less work within the steps: N ≥ gM/(1 + g) for g gates. It is more work in all, since W v then needs a
+            product over all time beforehand and another for dx: on a CPU two products are 1.0 to 3 times as fast,
+            forward and backward. A GPU waits for launches, so that fewer products count for more.
     """
     if type(cell) is Simplified:
         core = CORES.get(type(cell.core))
@@ -52,7 +52,7 @@ def plan(cell: Cell, fold: bool = False) -> Sweep | str:
 
 
 def _full(p: Pointwise, prepare: Callable[[Params], Params]) -> Recurrent:
-    """All blocks from x and from h."""
+    """A pass in which x and h reach all blocks."""
     return Recurrent(p, Full, {"hoisted": (0, p.blocks), "product": (0, p.blocks)}, prepare)
 
 
@@ -84,13 +84,13 @@ def _fastgrnn(cell: Cell) -> Sweep:
 
 
 def _shares(beta: Tensor, kappa: Tensor | None) -> Params:
-    """β and κ, whose slopes the pass gives, and −β and β + κ, with which it computes."""
+    """β and κ, for which the pass gives gradients, and −β and β + κ, with which it computes."""
     shares = {"beta": torch.sigmoid(beta)} | ({} if kappa is None else {"kappa": torch.sigmoid(kappa)})
     return shares | {"minus_beta": -shares["beta"], "share": sum(shares.values(), torch.zeros_like(beta))}
 
 
 def _gru(cell: Cell) -> Sweep:
-    """Reset after has the blocks a, r, i, q: W reaches the first three and U the last three."""
+    """With reset="after" the blocks are a, r, i, q: W reaches the first three and U the last three."""
     assert isinstance(cell, GRU)
     after, m = cell.reset == "after", cell.hidden_size
 
@@ -112,7 +112,7 @@ def _gru(cell: Cell) -> Sweep:
 
 
 def _simplified(cell: Simplified, p: Pointwise, fold: bool) -> Sweep:
-    """An IRC cell folded or as it is; an IHC cell as it is."""
+    """The pass of an IRC cell, folded or not, or of an IHC cell."""
     gates, n, m = cell.core.gates, cell.input_size, cell.hidden_size
     diagonal = cell.core.diagonal
     blocks = {"product": (0, gates), "candidate": (gates, gates + 1)}
@@ -129,7 +129,7 @@ def _simplified(cell: Simplified, p: Pointwise, fold: bool) -> Sweep:
 
 
 def _core(w: Params) -> Params:
-    """W, W_A, β and the gates' biases: of the first gate, and of the SRU's second."""
+    """W, W_A, β and the biases of the gates: the first, and the second of an SRU."""
     found = {"W_v": w["core.weight_v"], "W_A": w["core.weight_x"]}
     if "core.beta" in w:
         found |= _shares(w["core.beta"], None)
@@ -173,4 +173,4 @@ PLANS: dict[type[Cell], Callable[[Any], Sweep]] = {
     SRU: lambda cell: SRUScan(),
     TLSTM: lambda cell: TLSTMScan(),
 }
-"""Cell → its pass; those of the IRC and IHC cells are found by their core, in `CORES`."""
+"""Cell → its pass; `CORES` has those of the IRC and IHC cells, by their core."""

@@ -1,12 +1,14 @@
-"""What each cell does element by element: a step forward, in place, and the slopes of all steps at once.
+"""The element-wise part of each cell: a step forward, in place, and the factors of the backward pass.
 
-z holds the arguments of the gates, side by side in blocks of M; a step overwrites them with the gates' values. The way
-back is linear in the slopes of h' and c' (here dh and dc), so that it comes in two parts. `factors` is what stands
-before them, for many steps in one call:
+z holds the arguments of the gates, side by side in blocks of M; a step overwrites them with the gates' values.
 
-    dc += k∘dh;   slope of a block = factor∘dh or factor∘dc (`by_h`, `by_c`);   direct slope of the state before.
+The backward pass is linear in dh and dc, the adjoints of h' and c':
 
-The serial part multiplies. σ'(z) = s(1 − s) for s = σ(z), tanh'(z) = 1 − a².
+    dc += k∘dh;   adjoint of a block = factor∘dh or factor∘dc (`by_h`, `by_c`);   direct path to the state before.
+
+The factors depend on values of the forward pass alone. `factors` therefore computes them for all steps in one call of a
+few large operations, and the loop over time, where dh and dc become known one step after another, only multiplies.
+With s = σ(z) and a = tanh z the derivatives are σ'(z) = s(1 − s) and tanh'(z) = 1 − a².
 """
 
 from abc import ABC, abstractmethod
@@ -19,10 +21,10 @@ from torch import Tensor
 from l2lopt.core.types import Params
 
 Span = tuple[int, int]
-"""Blocks from the first number up to, without it, the second."""
+"""A range of blocks: the first, and the one after the last."""
 
 
-class Step(NamedTuple):
+class PointwiseStep(NamedTuple):
     """The quantities of one step [B, M], or of many [T, B, M]."""
 
     z: Sequence[Tensor]
@@ -31,53 +33,56 @@ class Step(NamedTuple):
     h_next: Tensor
     c_next: Tensor
     kept: Tensor
-    """One more quantity that the way back needs."""
+    """One more quantity that the backward pass needs."""
 
 
 class Pointwise(ABC):
-    """The blocks of a cell, and what is done with them."""
+    """The blocks of a cell, and the functions that turn them into its state."""
 
     blocks: int
     sigmoid: Span = (0, 0)
-    """The blocks whose values are σ(z); whoever runs the steps applies it, in one call."""
+    """Blocks that hold σ(z). They lie side by side, so that the loop applies σ to all of them in one call."""
     by_h: tuple[Span, ...] = ()
+    """Blocks whose adjoint is factor∘dh."""
     by_c: tuple[Span, ...] = ()
+    """Blocks whose adjoint is factor∘dc."""
     with_c = False
     with_kept = False
     with_x = False
-    """Whether the last block is x itself."""
+    """Whether the last block is x itself, as h' of the SRU adds it."""
 
     @abstractmethod
-    def forward(self, s: Step, w: Params) -> None:
-        """Writes h_next, c_next and kept, and the values of those blocks that `sigmoid` leaves."""
+    def forward(self, s: PointwiseStep, w: Params) -> None:
+        """Writes h_next, c_next, kept, and the values of the blocks outside `sigmoid`."""
 
     @abstractmethod
-    def factors(self, d: Sequence[Tensor], s: Step, w: Params) -> tuple[Tensor | None, Tensor | None]:
-        """Writes the factors into d, one block each; returns k and the factor of the direct path.
+    def factors(self, d: Sequence[Tensor], s: PointwiseStep, w: Params) -> tuple[Tensor | None, Tensor | None]:
+        """Writes the factors into d, block by block; gives k and the factor of the direct path.
 
-        The direct path leads from c' to c where there is a c, else from h' to h; None stands for no such path.
+        The direct path leads from c' to c if the cell has a c, otherwise from h' to h; None if there is no such path.
         """
 
-    def scalars(self, dh: Tensor, s: Step) -> Params:
-        """The slopes of weights that are no matrices, from those of all h'."""
+    def scalars(self, dh: Tensor, s: PointwiseStep) -> Params:
+        """The gradients of scalar weights, from dh of all steps."""
         return {}
 
 
-def sigmoid_back(d: Tensor, slope: Tensor, value: Tensor) -> None:
-    """Writes d = slope∘value∘(1 − value)."""
-    torch.ops.aten.sigmoid_backward.grad_input(slope, value, grad_input=d)
+def sigmoid_back(d: Tensor, adjoint: Tensor, value: Tensor) -> None:
+    """Writes d = adjoint∘value∘(1 − value)."""
+    torch.ops.aten.sigmoid_backward.grad_input(adjoint, value, grad_input=d)
 
 
-def tanh_back(d: Tensor, slope: Tensor, value: Tensor) -> None:
-    """Writes d = slope∘(1 − value²)."""
-    torch.ops.aten.tanh_backward.grad_input(slope, value, grad_input=d)
+def tanh_back(d: Tensor, adjoint: Tensor, value: Tensor) -> None:
+    """Writes d = adjoint∘(1 − value²)."""
+    torch.ops.aten.tanh_backward.grad_input(adjoint, value, grad_input=d)
 
 
 def tanh(x: Tensor, out: Tensor) -> None:
-    """Writes 2σ(2x) − 1, which is tanh to a rounding error of 1 and takes as little as a fifth of `torch.tanh`'s time.
+    """Writes tanh x as 2σ(2x) − 1, in as little as a fifth of the time of `torch.tanh`.
 
-    The latter goes through MKL's vector functions, which are slow on processors other than Intel's. An argument that is
-    the sum of a product carries an error of that size already.
+    `torch.tanh` calls MKL's vector functions, which are slow on processors other than Intel's. The absolute error is a
+    rounding error of 1, so small results lose relative precision; an argument that is the sum of a matrix product has
+    an error of that size already.
     """
     torch.mul(x, 2, out=out).sigmoid_().mul_(2).sub_(1)
 
@@ -90,14 +95,14 @@ class RNN(Pointwise):
     def __init__(self, activation: str) -> None:
         self.activation = activation
 
-    def forward(self, s: Step, w: Params) -> None:
+    def forward(self, s: PointwiseStep, w: Params) -> None:
         """Writes h'."""
         if self.activation == "tanh":
             tanh(s.z[0], s.h_next)
         else:
             torch.clamp(s.z[0], min=0, out=s.h_next)
 
-    def factors(self, d: Sequence[Tensor], s: Step, w: Params) -> tuple[Tensor | None, Tensor | None]:
+    def factors(self, d: Sequence[Tensor], s: PointwiseStep, w: Params) -> tuple[Tensor | None, Tensor | None]:
         """Writes f'(z)."""
         if self.activation == "tanh":
             tanh_back(d[0], d[0].fill_(1), s.h_next)
@@ -117,7 +122,7 @@ class LSTM(Pointwise):
         self.by_c = ((0, 2), (3, 4)) if core else ((0, 3),)
         self.by_h = ((2, 3),) if core else ((3, 4),)
 
-    def forward(self, s: Step, w: Params) -> None:
+    def forward(self, s: PointwiseStep, w: Params) -> None:
         """Writes c', tanh c' and h'."""
         i, f, o, a = (s.z[k] for k in self.order)
         if not self.core:
@@ -127,8 +132,8 @@ class LSTM(Pointwise):
         tanh(s.c_next, s.kept)
         torch.mul(o, s.kept, out=s.h_next)
 
-    def factors(self, d: Sequence[Tensor], s: Step, w: Params) -> tuple[Tensor | None, Tensor | None]:
-        """With k = o(1 − tanh² c'); from c' to c it is f."""
+    def factors(self, d: Sequence[Tensor], s: PointwiseStep, w: Params) -> tuple[Tensor | None, Tensor | None]:
+        """The factors; k = o(1 − tanh² c'), direct path f."""
         (i, f, o, a), (di, df, do, da) = ([blocks[k] for k in self.order] for blocks in (s.z, d))
         sigmoid_back(di, a, i)
         sigmoid_back(df, s.c, f)
@@ -147,15 +152,15 @@ class FastGRNN(Pointwise):
     def __init__(self, core: bool) -> None:
         self.core = core
 
-    def forward(self, s: Step, w: Params) -> None:
-        """As h' = f∘(h − βa) + (β + κ)a."""
+    def forward(self, s: PointwiseStep, w: Params) -> None:
+        """Computes h' = f∘(h − βa) + (β + κ)a: the same, with fewer operations."""
         f, a = s.z
         if not self.core:
             tanh(a, a)
         torch.addcmul(s.h, a, w["minus_beta"], out=s.h_next).mul_(f).addcmul_(a, w["share"])
 
-    def factors(self, d: Sequence[Tensor], s: Step, w: Params) -> tuple[Tensor | None, Tensor | None]:
-        """From h' to h it is f."""
+    def factors(self, d: Sequence[Tensor], s: PointwiseStep, w: Params) -> tuple[Tensor | None, Tensor | None]:
+        """The factors; direct path f."""
         (f, a), (df, da) = s.z, d
         torch.addcmul(s.h, a, w["minus_beta"], out=df)
         sigmoid_back(df, df, f)
@@ -164,19 +169,19 @@ class FastGRNN(Pointwise):
             tanh_back(da, da, a)
         return None, f
 
-    def scalars(self, dh: Tensor, s: Step) -> Params:
-        """Of β and κ."""
+    def scalars(self, dh: Tensor, s: PointwiseStep) -> Params:
+        """For β and κ."""
         f, a = s.z
-        slopes = dh * a
-        kappa = {} if self.core else {"kappa": slopes.sum()}
-        return {"beta": (slopes * (1 - f)).sum()} | kappa
+        weighted = dh * a
+        kappa = {} if self.core else {"kappa": weighted.sum()}
+        return {"beta": (weighted * (1 - f)).sum()} | kappa
 
 
 class GRU(Pointwise):
-    """h' = (1−i)∘h + i∘a, or i∘h + (1−i)∘a where i is a share kept.
+    """h' = (1−i)∘h + i∘a for update="new", i∘h + (1−i)∘a for "kept".
 
-    Reset before the product: the blocks r, i, a with a = tanh(z) and z from r∘h, made by `ResetBefore`. Reset after:
-    the blocks a, r, i, q with a = tanh(z + r∘q).
+    With reset="before" the blocks are r, i, a, with a = tanh(z) and z computed from r∘h by `ResetBefore`; with "after"
+    they are a, r, i, q, with a = tanh(z + r∘q).
     """
 
     def __init__(self, update: str, reset: str) -> None:
@@ -185,7 +190,7 @@ class GRU(Pointwise):
         self.sigmoid = (1, 3) if self.after else (0, 0)
         self.by_h = ((0, 4),) if self.after else ((1, 3),)
 
-    def forward(self, s: Step, w: Params) -> None:
+    def forward(self, s: PointwiseStep, w: Params) -> None:
         """Writes h'."""
         a, r, i = s.z[:3] if self.after else (s.z[2], *s.z[:2])
         if self.after:
@@ -193,8 +198,8 @@ class GRU(Pointwise):
         tanh(a, a)
         torch.lerp(*((a, s.h) if self.kept else (s.h, a)), i, out=s.h_next)
 
-    def factors(self, d: Sequence[Tensor], s: Step, w: Params) -> tuple[Tensor | None, Tensor | None]:
-        """From h' to h it is the share kept; r's, with reset before, waits for the slope of r∘h."""
+    def factors(self, d: Sequence[Tensor], s: PointwiseStep, w: Params) -> tuple[Tensor | None, Tensor | None]:
+        """The factors; direct path i or 1 − i. With reset="before" `ResetBefore` completes that of r in the loop."""
         (a, r, i), (da, dr, di) = ((b[:3] if self.after else (b[2], *b[:2])) for b in (s.z, d))
         share = 1 - i
         torch.sub(*((s.h, a) if self.kept else (a, s.h)), out=di)
@@ -210,18 +215,18 @@ class GRU(Pointwise):
 
 
 class GRUCore(Pointwise):
-    """h' = (1−i)∘h + i∘(r∘a) in the blocks i, r, a; kept is r∘a."""
+    """h' = (1−i)∘h + i∘(r∘a), with the blocks i, r, a and r∘a in `kept`."""
 
     blocks, sigmoid, by_h, with_kept = 3, (0, 2), ((0, 3),), True
 
-    def forward(self, s: Step, w: Params) -> None:
+    def forward(self, s: PointwiseStep, w: Params) -> None:
         """Writes h'."""
         i, r, a = s.z
         torch.mul(r, a, out=s.kept)
         torch.lerp(s.h, s.kept, i, out=s.h_next)
 
-    def factors(self, d: Sequence[Tensor], s: Step, w: Params) -> tuple[Tensor | None, Tensor | None]:
-        """From h' to h it is 1 − i."""
+    def factors(self, d: Sequence[Tensor], s: PointwiseStep, w: Params) -> tuple[Tensor | None, Tensor | None]:
+        """The factors; direct path 1 − i."""
         (i, r, a), (di, dr, da) = s.z, d
         torch.sub(s.kept, s.h, out=di)
         sigmoid_back(di, di, i)
@@ -237,14 +242,14 @@ class SRUCore(Pointwise):
     blocks, sigmoid, with_c, with_x = 4, (0, 2), True, True
     by_c, by_h = ((0, 1), (2, 3)), ((1, 2), (3, 4))
 
-    def forward(self, s: Step, w: Params) -> None:
+    def forward(self, s: PointwiseStep, w: Params) -> None:
         """Writes c' and h'."""
         f, p, a, x = s.z
         torch.lerp(a, s.c, f, out=s.c_next)
         torch.lerp(x, s.c_next, p, out=s.h_next)
 
-    def factors(self, d: Sequence[Tensor], s: Step, w: Params) -> tuple[Tensor | None, Tensor | None]:
-        """With k = p; from c' to c it is f."""
+    def factors(self, d: Sequence[Tensor], s: PointwiseStep, w: Params) -> tuple[Tensor | None, Tensor | None]:
+        """The factors; k = p, direct path f."""
         (f, p, a, x), (df, dp, da, dx) = s.z, d
         torch.sub(s.c, a, out=df)
         sigmoid_back(df, df, f)
@@ -261,14 +266,14 @@ class TLSTMCore(Pointwise):
     blocks, sigmoid, with_c = 3, (0, 2), True
     by_c, by_h = ((0, 1), (2, 3)), ((1, 2),)
 
-    def forward(self, s: Step, w: Params) -> None:
+    def forward(self, s: PointwiseStep, w: Params) -> None:
         """Writes c' and h'."""
         f, o, a = s.z
         torch.lerp(a, s.c, f, out=s.c_next)
         torch.mul(o, s.c_next, out=s.h_next)
 
-    def factors(self, d: Sequence[Tensor], s: Step, w: Params) -> tuple[Tensor | None, Tensor | None]:
-        """With k = o; from c' to c it is f."""
+    def factors(self, d: Sequence[Tensor], s: PointwiseStep, w: Params) -> tuple[Tensor | None, Tensor | None]:
+        """The factors; k = o, direct path f."""
         (f, o, a), (df, do, da) = s.z, d
         torch.sub(s.c, a, out=df)
         sigmoid_back(df, df, f)

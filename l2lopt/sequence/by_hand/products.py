@@ -1,6 +1,6 @@
-"""Matrix products in the weights' precision; where that is not the state's (autocast), sums are kept in the state's.
+"""Matrix products in the precision of the weights; under autocast the sums have that of the states.
 
-Every weight w [K, N] is a matrix as the cells hold it, and x [..., N] has its features last.
+Every weight w [K, N] has the layout of the cells, and x [..., N] has its features last.
 """
 
 from functools import cache
@@ -29,10 +29,10 @@ def add(out: Tensor, x: Tensor, w: Tensor) -> None:
 
 
 class Repeated:
-    """A product that many steps do, with a few rows x each: w [K, N] is packed once, where that can be.
+    """A product x wᵀ that every step repeats for a few rows x; w [K, N] is packed once, if that is possible.
 
-    On the CPU in float32 oneDNN's packed product takes 0.5 to 0.8 of the time of MKL's, which packs w at every step. It
-    is reached by operators that PyTorch keeps for its compiler: `packs` tries them out first.
+    On the CPU in float32 oneDNN's packed product takes 0.5 to 0.8 of the time of MKL's, which packs w again at every
+    step. Its operators are private to PyTorch's compiler and may change: `packs` tries them out first.
     """
 
     def __init__(self, w: Tensor) -> None:
@@ -59,7 +59,7 @@ class Repeated:
 
 @cache
 def packs() -> bool:
-    """Whether PyTorch has oneDNN's packed product in the form in which it is called here."""
+    """Whether this PyTorch has oneDNN's packed product with the signature used here, and it computes x wᵀ."""
     x, w = torch.randn(3, 64), torch.randn(64, 64)
     try:
         return torch.allclose(_packed_product(x, _pack(w)), x @ w.t(), atol=1e-3)
@@ -77,25 +77,25 @@ def _packed_product(x: Tensor, packed: Tensor) -> Tensor:
     return product
 
 
-def outer(slopes: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The slope of w: Σ slopes ⊗ x over time and batch, one product; slopes [T, B, K], x [T, B, N] → [K, N]."""
-    slopes, x = slopes.flatten(0, 1), x.flatten(0, 1)
-    out = room(x.to(dtype), slopes.shape[1], x.shape[1])
-    return torch.mm(slopes.to(dtype).t(), x.to(dtype), out=out).to(slopes.dtype)
+def outer(adjoints: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The gradient of w, Σ adjoint ⊗ x over time and batch as one product: [T, B, K] and [T, B, N] → [K, N]."""
+    adjoints, x = adjoints.flatten(0, 1), x.flatten(0, 1)
+    out = room(x.to(dtype), adjoints.shape[1], x.shape[1])
+    return torch.mm(adjoints.to(dtype).t(), x.to(dtype), out=out).to(adjoints.dtype)
 
 
-def back(slopes: Tensor, w: Tensor) -> Tensor:
-    """The slope of x over all of time, one product: slopes [T, B, K] w → [T, B, N]."""
-    out = room(w, slopes.shape[0] * slopes.shape[1], w.shape[1])
-    torch.mm(slopes.flatten(0, 1).to(w.dtype), w, out=out)
-    product: Tensor = out.to(slopes.dtype).unflatten(0, slopes.shape[:2])
+def back(adjoints: Tensor, w: Tensor) -> Tensor:
+    """The gradient of x for all steps as one product: adjoints [T, B, K] times w → [T, B, N]."""
+    out = room(w, adjoints.shape[0] * adjoints.shape[1], w.shape[1])
+    torch.mm(adjoints.flatten(0, 1).to(w.dtype), w, out=out)
+    product: Tensor = out.to(adjoints.dtype).unflatten(0, adjoints.shape[:2])
     return product
 
 
 def room(like: Tensor, *shape: int) -> Tensor:
-    """Uninitialised numbers whose rows begin at multiples of 64 bytes.
+    """Uninitialised memory whose rows begin at multiples of 64 bytes.
 
-    Into rows of another length, as 650, MKL's products take up to half as long again.
+    MKL's products take up to 1.5 times as long if they write into rows of another length, such as 650 numbers.
     """
     unit = 64 // like.element_size()
     return like.new_empty(*shape[:-1], -(-shape[-1] // unit) * unit)[..., : shape[-1]]

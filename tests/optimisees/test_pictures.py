@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from optimisees.draw.pictures import animation, growth
+from optimisees.draw.pictures import animation, progress_grid
 
 INK, GAP = (255, 70, 60), 2
 
@@ -20,7 +20,7 @@ def painted(steps, count, channels=1, side=8):
 @pytest.mark.parametrize("channels", [1, 3])
 def test_a_row_an_image_and_a_column_a_step(tmp_path, channels):
     images, rectangles = painted(5, 3, channels)
-    with Image.open(growth(tmp_path / "grid.png", images, rectangles)) as file:
+    with Image.open(progress_grid(tmp_path / "grid.png", images, rectangles)) as file:
         pixels = np.asarray(file.convert("RGB"))
     cell = 112 + GAP
     assert pixels.shape == (3 * cell - GAP, 5 * cell - GAP, 3)
@@ -36,10 +36,10 @@ def test_a_row_an_image_and_a_column_a_step(tmp_path, channels):
 
 def test_of_many_steps_the_last_is_shown_and_of_few_all(tmp_path):
     images, _ = painted(20, 1)
-    with Image.open(growth(tmp_path / "grid.png", images, None, columns=4)) as file:
+    with Image.open(progress_grid(tmp_path / "grid.png", images, None, columns=4)) as file:
         shown = np.asarray(file.convert("L"))[0, 56 :: 112 + GAP]
     assert shown.tolist() == [10, 70, 140, 200]
-    with Image.open(growth(tmp_path / "grid.png", images[:2], None)) as file:
+    with Image.open(progress_grid(tmp_path / "grid.png", images[:2], None)) as file:
         assert file.width == 2 * 112 + GAP
 
 
@@ -61,5 +61,5 @@ def test_the_animation_has_every_step_and_the_last_one_twice(tmp_path):
 def test_what_is_not_finite_or_out_of_range_is_drawn_all_the_same(tmp_path):
     images = torch.tensor([[[[[float("nan"), -3.0], [7.0, 0.5]]]]])
     rectangles = torch.tensor([[[-50.0, -50.0, 80.0, 80.0]]])
-    with Image.open(growth(tmp_path / "grid.png", images, rectangles)) as file:
+    with Image.open(progress_grid(tmp_path / "grid.png", images, rectangles)) as file:
         assert np.asarray(file.convert("L"))[[0, 0, -1, -1], [0, -1, 0, -1]].tolist() == [0, 0, 255, 128]

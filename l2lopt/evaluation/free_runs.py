@@ -1,0 +1,305 @@
+"""Optimisers run free: on fresh problems, with no meta-gradient, their losses recorded on the way.
+
+Ours run side by side, a row for each problem, in one vectorised pass; classes of `torch.optim.Optimizer` run problem by
+problem, from the same initial values and on the same batches.
+"""
+
+import inspect
+import time
+from collections.abc import Callable, Mapping, Sequence
+from math import ceil
+from statistics import fmean
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from l2lopt.core.types import Aux, Layout, Params, Report, detach, seed_of, seeded, silent, stack
+from l2lopt.evaluation.settings import SPLITS, BaselineAtRates
+from l2lopt.evaluation.torch_classes import OptimizerFactory
+from l2lopt.optimisee import Optimisee, Split, batch_rows, evaluate_rows, flat_loss, init_rows
+from l2lopt.optimisers import Optimiser
+from l2lopt.parallel import processes
+
+Runner: TypeAlias = Optimiser | OptimizerFactory | Sequence[OptimizerFactory]
+"""What can run free: an optimiser of ours, a factory of `torch.optim.Optimizer`, or such a factory for each run."""
+
+
+class Curves(NamedTuple):
+    """What runs showed on their way.
+
+    Attributes:
+        steps: Recorded steps.
+        losses: Split → the test-mode losses on all of it, [recorded steps, S].
+        first: Training-mode losses on the first batch, [S].
+        seconds: Time of one step of one run.
+    """
+
+    steps: list[int]
+    losses: dict[Split, Tensor]
+    first: Tensor
+    seconds: float
+
+
+RunCache: TypeAlias = Callable[[Mapping[str, Any], Callable[[], Curves]], Curves]
+"""(what the runs depend on, how they are made) → their curves: made now, or as they were stored before."""
+
+
+def no_cache(work: Mapping[str, Any], make: Callable[[], Curves]) -> Curves:
+    """The `RunCache` that stores nothing."""
+    return make()
+
+
+def run_free(
+    optimiser: Runner,
+    optimisee: Optimisee,
+    seeds: Sequence[int],
+    record: Sequence[int],
+    splits: Sequence[Split] = SPLITS,
+    report: Report = silent,
+    stage: str = "run",
+) -> Curves:
+    """Runs an optimiser on fresh problems, one for each seed.
+
+    Once no parameter is a number any more nothing can change that: the steps that are left are not made, and their
+    losses are NaN. Divergence is a result here, never an exception.
+
+    A class of `torch.optim` gets a closure where its `step` takes one, so L-BFGS may evaluate the loss of a batch
+    several times. Optimisers with methods `train` and `eval`, as the schedule-free ones, are in the first mode during
+    steps and in the second while the losses are read; statistics of batch norm stay those of training. The global CPU
+    generator is seeded for each problem, for optimisers that draw from it.
+
+    Args:
+        optimiser: Optimiser of ours, learned or hand-designed, or a function that makes a `torch.optim.Optimizer` from
+            named parameters, or a list of such functions, one for each seed.
+        optimisee: Problem.
+        seeds: Seeds of initial values and batch order; equal seeds meet the same problem whatever the optimiser.
+        record: Steps at which the test-mode loss on the whole splits is read, rising; the last ends the run.
+        splits: Splits on which the losses are read.
+        report: Progress.
+        stage: Name of the progress.
+
+    Example:
+        >>> import optimisees, torch
+        >>> quadratic = optimisees.make("quadratic", size=2)
+        >>> curves = run_free(lambda params: torch.optim.Adam([p for _, p in params], lr=0.1), quadratic, [0], [0, 10])
+        >>> curves.losses["train"].shape
+        torch.Size([2, 1])
+    """
+    if isinstance(optimiser, Optimiser):
+        return _side_by_side(optimiser, optimisee, seeds, record, splits, report, stage)
+    factories = [optimiser] * len(seeds) if callable(optimiser) else optimiser
+    runs = []
+    for index, (factory, seed) in enumerate(zip(factories, seeds, strict=True)):
+        told = _part_of(report, index, len(seeds))
+        with seeded(seed_of("torch-optim", seed)):
+            runs.append(_one_by_one(factory, optimisee, seed, record, splits, told, stage))
+    return _joined(runs, splits)
+
+
+def _side_by_side(
+    optimiser: Optimiser,
+    optimisee: Optimisee,
+    seeds: Sequence[int],
+    record: Sequence[int],
+    splits: Sequence[Split],
+    report: Report,
+    stage: str,
+) -> Curves:
+    """The runs of an optimiser of ours, all rows in one vectorised pass."""
+    layout, params, aux = init_rows(optimisee, seeds)
+    loss = flat_loss(optimisee, layout)
+    state = optimiser.init(layout, (len(seeds),), like=params, total_steps=max(record))
+    losses: dict[Split, list[Tensor]] = {split: [] for split in splits}
+    marks, seconds, steps, values = set(record), 0.0, 0, params.new_zeros(len(seeds))
+    first = params.new_full((len(seeds),), torch.inf)
+    for step in range(max(record) + 1):
+        lost = _lost(values, params)
+        if step in marks:
+            for split in splits:
+                nothing = params.new_full((len(seeds),), torch.nan)
+                found = nothing if lost else evaluate_rows(optimisee, layout, split, seeds, params, aux)
+                losses[split].append(found)
+            report(stage, step, max(record), {split: float(losses[split][-1].mean()) for split in splits})
+        if step < max(record) and not lost:
+            batch = batch_rows(optimisee, "train", seeds, step)
+            start = time.perf_counter()
+            theta = params.requires_grad_()
+            values, aux = loss(theta, aux, batch)
+            (grads,) = torch.autograd.grad(values.sum(), theta)
+            with torch.no_grad():
+                change, state = optimiser.update_(grads, state, params.detach(), loss=values.detach())
+                params = params.detach() + change
+            aux = {name: value.detach() for name, value in aux.items()}
+            first = values.detach() if step == 0 else first
+            seconds += _since(start, params)
+            steps += 1
+    taken = {split: torch.stack(values).cpu() for split, values in losses.items()}
+    return Curves(sorted(marks), taken, first.cpu(), seconds / max(1, steps * len(seeds)))
+
+
+def _one_by_one(
+    factory: OptimizerFactory,
+    optimisee: Optimisee,
+    seed: int,
+    record: Sequence[int],
+    splits: Sequence[Split],
+    report: Report,
+    stage: str,
+) -> Curves:
+    """The run of a class of `torch.optim` on one problem."""
+    params, aux = optimisee.init(seed)
+    layout, params = Layout.of(params), {name: value.clone().requires_grad_() for name, value in params.items()}
+    made = factory(list(params.items()))
+    optimizers = [made] if isinstance(made, Optimizer) else list(made)
+    losses: dict[Split, list[Tensor]] = {split: [] for split in splits}
+    marks, seconds, steps, lost = set(record), 0.0, 0, False
+    value = first = next(iter(params.values())).new_full((), torch.inf)
+    for step in range(max(record) + 1):
+        flat = layout.ravel(params).detach()
+        lost = lost or (step > 0 and _lost(value[None], flat))
+        if step in marks:
+            _set_mode(optimizers, "eval")  # moves the parameters of schedule-free optimisers
+            flat, rows = layout.ravel(params).detach()[None], stack([aux])
+            for split in splits:
+                nothing = flat.new_full((1,), torch.nan)
+                losses[split].append(nothing if lost else evaluate_rows(optimisee, layout, split, [seed], flat, rows))
+            report(stage, step, max(record), {split: float(losses[split][-1]) for split in splits})
+        if step < max(record) and not lost:
+            start = time.perf_counter()
+            _set_mode(optimizers, "train")
+            value, aux, lost = _torch_step(optimizers, optimisee, params, aux, optimisee.batch("train", seed, step))
+            first = value if step == 0 else first
+            seconds += _since(start, flat)
+            steps += 1
+    taken = {split: torch.stack(values).cpu() for split, values in losses.items()}
+    return Curves(sorted(marks), taken, first[None].cpu(), seconds / max(1, steps))
+
+
+def _torch_step(
+    optimizers: Sequence[Optimizer], optimisee: Optimisee, params: Params, aux: Aux, batch: Any
+) -> tuple[Tensor, Aux, bool]:
+    """One step on a batch: its loss before the step, the next aux, and whether the run is lost."""
+
+    def evaluate() -> tuple[Tensor, Aux]:
+        for value in params.values():
+            value.grad = None
+        with torch.enable_grad():
+            loss, after = optimisee.loss(params, aux, batch)
+            loss.backward()
+        return loss.detach(), detach(after)
+
+    value, after = evaluate()
+    try:
+        for optimizer in optimizers:
+            ready = [value]  # the gradients are there: the first call of a closure costs nothing
+
+            def closure(ready: list[Tensor] = ready) -> Tensor:
+                return ready.pop() if ready else evaluate()[0]
+
+            if "closure" in inspect.signature(optimizer.step).parameters:
+                optimizer.step(closure)  # type: ignore[arg-type]  # torch.optim calls a loss a float
+            else:
+                optimizer.step()
+    except (RuntimeError, ValueError, ArithmeticError):
+        if value.isfinite():
+            raise
+        return value, after, True  # a class that refuses to go on from numbers that are none: the run has diverged
+    return value, after, False
+
+
+def _set_mode(optimizers: Sequence[Optimizer], mode: str) -> None:
+    """Calls `train` or `eval` of those optimisers that have them, which is how schedule-free ones tell them apart."""
+    for optimizer in optimizers:
+        switch = getattr(optimizer, mode, None)
+        if callable(switch):
+            switch()
+
+
+def _lost(losses: Tensor, params: Tensor) -> bool:
+    """Whether no parameter is a number; the losses of the last step are looked at first, as they are few."""
+    return not bool(losses.isfinite().any()) and bool(params.isnan().all())
+
+
+def _since(start: float, like: Tensor) -> float:
+    """Seconds since `start`, once the device of `like` has done its work."""
+    if like.is_cuda:
+        torch.cuda.synchronize(like.device)
+    return time.perf_counter() - start
+
+
+def _part_of(report: Report, index: int, count: int) -> Report:
+    """The progress of part `index` of `count` equal parts, as progress of the whole."""
+
+    def told(stage: str, done: int, total: int, figures: Mapping[str, float]) -> None:
+        report(stage, index * total + done, count * total, figures)
+
+    return told
+
+
+def _joined(parts: Sequence[Curves], splits: Sequence[Split]) -> Curves:
+    """The curves of several groups of runs as those of all."""
+    losses = {split: torch.cat([part.losses[split] for part in parts], dim=1) for split in splits}
+    first = torch.cat([part.first for part in parts])
+    return Curves(parts[0].steps, losses, first, fmean(part.seconds for part in parts))
+
+
+def run_groups(
+    optimiser: Runner | BaselineAtRates,
+    optimisee: Optimisee,
+    seeds: Sequence[int],
+    record: Sequence[int],
+    splits: Sequence[Split] = SPLITS,
+    report: Report = silent,
+    stage: str = "run",
+    *,
+    rows: int | None = None,
+    cache: RunCache = no_cache,
+) -> Curves:
+    """`run_free`, `rows` problems at a time; each group can be cached, and the groups are shared out to the ranks.
+
+    Args:
+        optimiser: Optimiser or factories, as for `run_free`, or a baseline at its rates. A list of factories, or of
+            rates, has one for each seed.
+        optimisee: Problem.
+        seeds: Seeds of all problems.
+        record: Steps at which the losses are read, rising.
+        splits: Splits on which they are read.
+        report: Progress of all groups together.
+        stage: Name of the progress.
+        rows: Size of a group; None puts all problems, or a rank's share of them, into one. Classes of `torch.optim` in
+            a baseline run in groups of one then, since nothing is gained by more.
+        cache: Store of the groups' curves.
+    """
+    one_by_one = isinstance(optimiser, BaselineAtRates) and optimiser.one_by_one
+    size = rows or (1 if one_by_one else ceil(len(seeds) / processes.ranks()))
+    groups = [slice(low, low + size) for low in range(0, len(seeds), size)]
+
+    def make(index: int) -> Curves:
+        group = groups[index]
+        some, told = seeds[group], _part_of(report, index, len(groups))
+        facts: dict[str, Any] = {"seeds": [*some], "record": [*record], "splits": [*splits]}
+        if isinstance(optimiser, BaselineAtRates):
+            facts |= optimiser.facts(group)
+
+        def run() -> Curves:
+            return run_free(_of_group(optimiser, group), optimisee, some, record, splits, told, stage)
+
+        return cache(facts, run)
+
+    return _joined(processes.share_out(make, len(groups)), splits)
+
+
+def _of_group(optimiser: Runner | BaselineAtRates, group: slice) -> Runner:
+    """The optimiser of some of the runs."""
+    if isinstance(optimiser, BaselineAtRates):
+        return optimiser.build(group)
+    return optimiser if isinstance(optimiser, Optimiser) or callable(optimiser) else optimiser[group]
+
+
+def record_steps(steps: int, horizons: Sequence[int], per_decade: int = 12) -> list[int]:
+    """Step 0, about `per_decade` steps a decade up to `steps`, and the horizons."""
+    spaced = np.geomspace(1, steps, max(2, int(np.log10(max(steps, 2)) * per_decade)))
+    return sorted({0, steps, *horizons, *(round(float(step)) for step in spaced)})

@@ -1,0 +1,160 @@
+"""What a comparison of optimisers is made of: baselines with their grids, seeds, steps, horizons."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from pydantic import Field, PositiveFloat, PositiveInt
+from torch import Tensor
+
+from l2lopt import optimisers
+from l2lopt.core import registry
+from l2lopt.core.errors import UserError
+from l2lopt.core.registry import Choice
+from l2lopt.core.settings import Settings
+from l2lopt.evaluation.torch_classes import OptimizerFactory, is_torch_class, torch_class
+from l2lopt.optimisee import Optimisee, Split
+from l2lopt.optimisers import Optimiser, Scheduled
+
+SPLITS: tuple[Split, ...] = ("train", "test")
+"""The splits on which every comparison reads the losses."""
+_TABLE = {**optimisers.HANDMADE, **optimisers.WRAPPERS}
+
+
+class Baseline(Settings):
+    """A hand-designed optimiser, or a class of `torch.optim.Optimizer`, and the rates to choose from."""
+
+    optimiser: Choice
+    """Name, or name and options, without the rate: one of ours, such as "adam", or a class of `torch.optim.Optimizer`
+    from any installed package as `module:Class`, such as "torch.optim:Muon" or "schedulefree:AdamWScheduleFree". Such a
+    class runs problem by problem. With `rest = "adamw"` among its options, the parameters that are no matrices go to
+    `torch.optim.AdamW`, and with `rest_names = ["embedding"]` those whose names contain "embedding" as well."""
+    rates: list[PositiveFloat] = Field(min_length=1)
+    """The grid, rising; at least seven half-decades make the comparison fair."""
+    schedule: Literal["constant", "cosine"] = "constant"
+    """`cosine`: a warm-up over the first twentieth of the horizon, then a half cosine to 0 at its end."""
+    label: str | None = None
+    """Its name in the results; the optimiser's own name by default."""
+
+    @property
+    def name(self) -> str:
+        """Its name in the results."""
+        return self.label or (self.optimiser if isinstance(self.optimiser, str) else str(self.optimiser.get("name")))
+
+    def build(self, rates: float | Tensor, horizon: int) -> Optimiser | OptimizerFactory | list[OptimizerFactory]:
+        """The optimiser for runs of `horizon` steps.
+
+        Args:
+            rates: Rate of all runs, or [S], a rate for each of S runs side by side.
+            horizon: Last step of the runs, at which a cosine ends.
+
+        Returns:
+            An optimiser of ours, or what makes the optimisers of a class of `torch.optim`: one for all runs, or a list
+            of one for each.
+
+        Raises:
+            UserError: for an unknown name or option.
+        """
+        ends = {"warm_up": horizon // 20, "total": horizon} if self.schedule == "cosine" else {}
+        if is_torch_class(self.optimiser):
+            found = torch_class(self.optimiser)
+            if isinstance(rates, Tensor):
+                return [found.at(rate, **ends) for rate in rates.tolist()]
+            return found.at(rates, **ends)
+        if ends and not _takes(self.optimiser, ends):
+            return Scheduled(optimisers.build(self.optimiser, _TABLE, lr=rates), "cosine", **ends)
+        return optimisers.build(self.optimiser, _TABLE, lr=rates, **ends)
+
+    def check(self, optimisee: Optimisee) -> None:
+        """Builds the optimiser for a problem, to find mistakes before any work.
+
+        Args:
+            optimisee: Problem.
+
+        Raises:
+            UserError: for an unknown name or option, or parameters that the class refuses.
+        """
+        built = self.build(self.rates[0], 1)
+        if not isinstance(built, Optimiser | list):
+            params, _ = optimisee.init(0)
+            built([(name, value.clone().requires_grad_()) for name, value in params.items()])
+
+
+class BaselineAtRates(NamedTuple):
+    """A baseline whose runs have their rates.
+
+    Attributes:
+        baseline: Baseline that runs.
+        rates: Rate of all runs, or [S], a rate for each run.
+        length: Step at which a schedule ends.
+    """
+
+    baseline: Baseline
+    rates: float | Tensor
+    length: int
+
+    def build(self, group: slice) -> Optimiser | OptimizerFactory | Sequence[OptimizerFactory]:
+        """The optimiser of some of the runs."""
+        rates = self.rates[group] if isinstance(self.rates, Tensor) else self.rates
+        return self.baseline.build(rates, self.length)
+
+    def facts(self, group: slice) -> Mapping[str, Any]:
+        """What some of the runs depend on beside their problems, for a cache."""
+        rates = self.rates[group].tolist() if isinstance(self.rates, Tensor) else self.rates
+        return {"rates": rates, "length": self.length}
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether the runs are made one after the other whatever the group."""
+        return is_torch_class(self.baseline.optimiser)
+
+
+def _takes(choice: Choice, options: Mapping[str, Any]) -> bool:
+    """Whether an optimiser of ours has these options of its own."""
+    name = choice if isinstance(choice, str) else choice.get("name")
+    entry = registry.find(_TABLE, "optimiser", str(name))
+    return set(options) <= set(inspect.signature(entry).parameters)
+
+
+def half_decades(lowest: float, count: int) -> list[float]:
+    """`count` rates from `lowest` up, each √10 times the last."""
+    return [float(f"{lowest * 10 ** (k / 2):.3g}") for k in range(count)]
+
+
+def default_baselines() -> list[Baseline]:
+    """SGD, momentum, Adam, and AdamW with warm-up and cosine, nine rates each."""
+    return [
+        Baseline(optimiser="sgd", rates=half_decades(1e-2, 9)),
+        Baseline(optimiser="momentum", rates=half_decades(1e-3, 9)),
+        Baseline(optimiser="adam", rates=half_decades(1e-4, 9)),
+        Baseline(optimiser="adamw", rates=half_decades(1e-4, 9), schedule="cosine"),
+    ]
+
+
+class EvaluationSettings(Settings):
+    """How optimisers are compared."""
+
+    seeds: PositiveInt = 20
+    """Fresh problems, the same for every optimiser; at least 10 for an interval worth reading."""
+    steps: PositiveInt = 1000
+    """Inner steps of each run."""
+    horizons: list[PositiveInt] = Field(default=[100, 200, 1000], min_length=1)
+    """Where the table reads the losses, and for which the baselines' rates are chosen."""
+    tuning_seeds: PositiveInt = 5
+    """Problems on which the rates are chosen; never the reported ones."""
+    rows: PositiveInt | None = None
+    """Runs made side by side, in one vectorised pass; none: all. 1 suits large models: the memory is that of one run,
+    and a study that is stopped goes on after the last run it has made."""
+    baselines: list[Baseline] = Field(default_factory=default_baselines)
+    """What the learned optimisers are compared with."""
+
+    def checked_horizons(self) -> list[int]:
+        """The horizons, rising, the last one the end of the run.
+
+        Raises:
+            UserError: for a horizon beyond the end.
+        """
+        if max(self.horizons, default=0) > self.steps:
+            found, remedy = f"{max(self.horizons)}", "lower the horizon or raise evaluation.steps"
+            raise UserError("evaluation.horizons", expected=f"at most {self.steps}", found=found, remedy=remedy)
+        return sorted({*self.horizons, self.steps})

@@ -1,0 +1,84 @@
+"""The tables that show a comparison."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from l2lopt.evaluation.comparison import Comparison, Evaluation
+from l2lopt.evaluation.settings import SPLITS
+from l2lopt.report.tables import Table
+
+
+def comparison_table(
+    label: str, result: Evaluation, means: Callable[[Comparison], Sequence[float]] = lambda _: ()
+) -> Table:
+    """Every optimiser's mean loss on every split at every horizon, with what to know about it as notes.
+
+    A learned optimiser's loss is bold where it is below the best baseline's, and has an arrow ↑ where it is above it,
+    the 95 % interval of the paired difference on one side of 0 in both cases.
+
+    Args:
+        label: Head of the first column, such as the problem's name.
+        result: Comparison.
+        means: Line of the comparison → mean losses under several meta-seeds, whose lowest and highest are shown in
+            brackets; none by default.
+    """
+    lines = {(row.optimiser, row.split, row.horizon): row for row in result.table}
+    horizons = sorted({row.horizon for row in result.table})
+    places = [(split, horizon) for split in SPLITS for horizon in horizons]
+    rows = []
+    for optimiser in dict.fromkeys(row.optimiser for row in result.table):
+        found = [lines[optimiser, *place] for place in places]
+        rows.append((optimiser, *(_cell(row, means(row)) for row in found)))
+    diverged = (
+        f"{row.optimiser}: {row.diverged} runs above their first loss at step {row.horizon:,} on the {row.split} set"
+        for row in result.table
+        if row.diverged
+    )
+    heads = (label, *(f"{split}, step {horizon:,}" for split, horizon in places))
+    return Table(heads, tuple(rows), (*result.warnings, *diverged))
+
+
+def _cell(row: Comparison, means: Sequence[float]) -> str:
+    cell = f"{row.mean:.3g}"
+    if not row.versus:
+        return cell
+    cell = f"**{cell}**" if row.difference_high < 0 else cell
+    cell += " ↑" if row.difference_low > 0 else ""
+    return cell + (f" ({min(means):.3g}–{max(means):.3g})" if len(means) > 1 else "")
+
+
+def loss_table(result: Evaluation, split: str) -> Table:
+    """The mean losses on a split at every horizon, and below each learned optimiser its paired differences.
+
+    Args:
+        result: Comparison.
+        split: "train" or "test".
+    """
+    horizons = sorted({row.horizon for row in result.table})
+    rows = []
+    for name in dict.fromkeys(row.optimiser for row in result.table):
+        found = [row for row in result.table if (row.optimiser, row.split) == (name, split)]
+        rows.append((name, *(f"{row.mean:.5f}" for row in found)))
+        if found[0].versus:
+            paired = (
+                f"{row.difference:+.5f} [{row.difference_low:+.5f}, {row.difference_high:+.5f}] {row.versus}"
+                for row in found
+            )
+            rows.append(("  less the best baseline", *paired))
+    heads = ("optimiser", *(f"step {horizon}" for horizon in horizons))
+    return Table(heads, tuple(rows), title=f"{split} loss, mean nats per sample")
+
+
+def published_table(label: str, lines: Sequence[Mapping[str, Any]]) -> Table:
+    """The mean losses of a comparison that was written to a file.
+
+    Args:
+        label: Problem's name.
+        lines: Lines of the comparison, as in `evaluation.json`.
+    """
+    places = list(dict.fromkeys((line["split"], line["horizon"]) for line in lines))
+    means = {(line["optimiser"], line["split"], line["horizon"]): f"{line['mean']:.3g}" for line in lines}
+    names = dict.fromkeys(line["optimiser"] for line in lines)
+    rows = tuple((name, *(means.get((name, *place), "") for place in places)) for name in names)
+    heads = ("optimiser", *(f"{split}, step {horizon}" for split, horizon in places))
+    return Table(heads, rows, title=f"{label}: loss, mean nats per sample")

@@ -1,0 +1,183 @@
+"""The objects that configs describe."""
+
+import os
+from collections.abc import Sequence
+from functools import cache, partial
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import torch
+
+import optimisees
+from l2lopt import estimators, kernels, optimisers
+from l2lopt.core import registry
+from l2lopt.core.errors import UserError
+from l2lopt.core.registry import Choice
+from l2lopt.core.types import Report, seed_of, silent
+from l2lopt.estimators import Unroll
+from l2lopt.evaluation.free_runs import run_groups
+from l2lopt.experiments import from_python
+from l2lopt.experiments.config import Config, TrainConfig
+from l2lopt.optimisee import Optimisee
+from l2lopt.optimisers import Optimiser
+from l2lopt.torch_optim.learned_optimizer import LearnedOptimizer
+from l2lopt.torch_optim.registry import TORCH, OptimizerFactory
+from l2lopt.weights import files
+
+
+class Experiment(NamedTuple):
+    """The objects a config describes."""
+
+    config: Config
+    optimisees: list[Optimisee]
+    optimiser: Optimiser
+    unroll: Unroll
+
+    @property
+    def optimisee(self) -> Optimisee:
+        """The problem on which optimisers are compared, the first of those of meta-training."""
+        return self.optimisees[0]
+
+    def score(self, optimiser: Optimiser, report: Report = silent) -> float:
+        """The validation score: the log of the mean loss over seeds, mean over problems and horizons; lower is better.
+
+        A problem in which a loss is not finite makes it infinite.
+        """
+        settings, optimiser = self.config.validation, kernels.fast(optimiser, self.config.backend)
+        seeds = [seed_of("validation", self.config.seed, index) for index in range(settings.seeds)]
+        scores = []
+        for optimisee in self.optimisees:
+            horizons = sorted(settings.horizons)
+            run = run_groups(
+                optimiser,
+                optimisee,
+                seeds,
+                horizons,
+                (settings.split,),
+                report,
+                "validate",
+                rows=settings.rows,
+            )
+            means = run.losses[settings.split].double().mean(1).clamp(min=1e-12)
+            scores.append(float(means.log().nan_to_num(nan=torch.inf).mean()))
+        return fmean(scores)
+
+
+class Training(NamedTuple):
+    """The objects a config of training describes; `factory` makes the optimiser of parameters."""
+
+    config: TrainConfig
+    optimisee: Optimisee
+    factory: OptimizerFactory
+
+
+def build(config: Config, given: Sequence[Optimisee] = ()) -> Experiment:
+    """The objects a config describes; `given` are those that its tables with name = "python" stand for.
+
+    Raises:
+        UserError: for an unknown name or option, a device that is not there, or optimisees that are not the config's.
+    """
+    place = device(config.device)
+    choices = [config.optimisee, *config.mixed_with]
+    problems = [
+        made or optimisees.build(choice, device=str(place))
+        for made, choice in zip(from_python.matched(given, choices, place), choices, strict=True)
+    ]
+    optimiser = optimisers.build(config.optimiser, optimisers.LEARNED, seed=seed_of("optimiser", config.seed))
+    unroll = registry.build(estimators.UNROLLS, "unroll", config.unroll.estimator)
+    config.evaluation.checked_horizons()
+    for baseline in config.evaluation.baselines:
+        baseline.build(baseline.rates[0], config.evaluation.steps)
+    return Experiment(config, problems, fitting(optimiser, problems).to(place), unroll)
+
+
+def fitting(optimiser: Optimiser, problems: Sequence[Optimisee]) -> Optimiser:
+    """An optimiser in the dtype of these problems' parameters.
+
+    Raises:
+        UserError: for problems of several dtypes, or without parameters.
+    """
+    dtypes = {value.dtype for problem in problems for value in problem.init(0)[0].values()}
+    if len(dtypes) != 1:
+        found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)) or "no parameters"
+        remedy = "set dtype alike in all" if dtypes else "let some require a gradient"
+        raise UserError("optimisees", expected="one dtype", found=found, remedy=remedy)
+    fit: Optimiser = optimiser.to(dtypes.pop())
+    return fit
+
+
+def build_training(
+    config: TrainConfig, given: Sequence[Optimisee] = (), optimiser: Optimiser | None = None
+) -> Training:
+    """The objects a config of training describes; a table with name = "python" stands for the one given.
+
+    Raises:
+        UserError: for an unknown name or option, one that the parameters do not allow, or a device that is not there.
+    """
+    place = device(config.device)
+    (made,) = from_python.matched(given, [config.optimisee], place)
+    optimisee = made or optimisees.build(config.optimisee, device=str(place))
+    learned = from_python.matched_optimiser(optimiser, config.optimiser)
+    factory = _of(learned) if learned else _factory(config.optimiser, seed_of("optimiser", config.seed))
+    seed = seed_of("train", config.seed)
+    for split in config.train.splits:
+        next(iter(optimisee.evaluation_batches(split, seed)))  # refused if it has no samples
+    optimisee.batch(config.train.splits[0], seed, 0)  # or too few
+    if config.train.epochs:
+        steps = optimisee.epoch_start(config.train.splits[0], seed, config.train.epochs)
+        if config.train.warm_up > steps:
+            expected, found = f"at most {steps}, the steps of {config.train.epochs} epochs", str(config.train.warm_up)
+            raise UserError("train.warm_up", expected=expected, found=found, remedy="change the value")
+    params, _ = optimisee.init(seed)
+    try:
+        factory(list(params.items()))
+    except UserError:
+        raise
+    except (ValueError, TypeError, RuntimeError) as error:  # torch.optim's own checks
+        where, remedy = f"optimiser {config.name!r}", "change the options, or choose another"
+        raise UserError(where, expected="one for these parameters", found=str(error), remedy=remedy) from None
+    return Training(config, optimisee, factory)
+
+
+@cache
+def device(name: str) -> torch.device:
+    """The device called `name`; where `torchrun` starts several processes on a machine, "cuda" is each one's own.
+
+    Raises:
+        UserError: where it is not there.
+    """
+    try:
+        found = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if name == "cuda" else name)
+        torch.zeros(1, device=found).item()
+    except (RuntimeError, AssertionError) as error:
+        reason = f"{name!r} ({str(error).splitlines()[0]})"
+        raise UserError("device", expected="a device of this machine", found=reason, remedy='use "cpu"') from None
+    return found
+
+
+def _factory(choice: Choice, seed: int) -> OptimizerFactory:
+    """A function that makes the optimiser of a choice; `seed` is for a learned optimiser without trained weights."""
+    if isinstance(choice, dict) and "weights" in choice:
+        made: OptimizerFactory = registry.make({"weights": _trained}, "optimiser", "weights", **choice)
+        return made
+    name = choice if isinstance(choice, str) else choice.get("name")
+    extra = {"seed": seed} if name in optimisers.LEARNED else {}
+    built = registry.build({**optimisers.OPTIMISERS, **TORCH}, "optimiser", choice, **extra)
+    return _of(built) if isinstance(built, Optimiser) else built
+
+
+def _of(optimiser: Optimiser) -> OptimizerFactory:
+    """The function that makes the `torch.optim.Optimizer` of one of ours."""
+    return partial(LearnedOptimizer, weights=optimiser)
+
+
+def _trained(
+    weights: str,
+    lr: float = 1.0,
+    weight_decay: float = 0.0,
+    max_update: float | None = None,
+    fallback: Choice | None = None,
+) -> OptimizerFactory:
+    """A learned optimiser from its file or by its name."""
+    options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "max_update": max_update, "fallback": fallback}
+    return partial(LearnedOptimizer, weights=files.load(weights), **options)

@@ -1,0 +1,263 @@
+"""The parts of a study of optimisers: what each depends on, where its files are, how it is made."""
+
+import json
+import os
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import Field, NonNegativeInt, field_validator
+
+from l2lopt import kernels, optimisers
+from l2lopt.core import registry
+from l2lopt.core.errors import UserError
+from l2lopt.core.registry import Choice
+from l2lopt.core.settings import Settings
+from l2lopt.core.types import Report, silent
+from l2lopt.evaluation import comparison
+from l2lopt.evaluation.comparison import OptimiserRun
+from l2lopt.experiments import build, runs
+from l2lopt.experiments import config as configs
+from l2lopt.experiments.config import Config
+from l2lopt.experiments.run_cache import FileCache, file_digest, read_run, write_run
+from l2lopt.optimisers import Optimiser
+from l2lopt.parallel import processes
+from l2lopt.parallel.jobs import apart, slug, work_of
+from l2lopt.parallel.threads import cpu_threads
+from l2lopt.storage import tensor_file
+from l2lopt.weights import files
+from optimisees import OPTIMISEES
+
+
+class Problem(Settings):
+    """A problem that the optimisers are meta-trained and compared on."""
+
+    label: str
+    """Name in the table, and of the problem's folder."""
+    changes: list[str] = Field(default_factory=list)
+    """Changes to every config, such as "optimisee.name=convnet"."""
+
+
+class Contender(Settings):
+    """A learned optimiser."""
+
+    label: str
+    """Name in the table, and of the optimiser's folders."""
+    config: str
+    """Path of the config, beside the study's file."""
+    changes: list[str] = Field(default_factory=list)
+    """Changes to the config, made before those of the problem."""
+    optimiser: Choice | None = None
+    """An optimiser that takes part as it is, in place of the config's, which would be meta-trained: a table of
+    `weights` (a name or a file), or one of ours with its rate."""
+
+
+class Study(Settings):
+    """Every optimiser meta-trained on every problem with every meta-seed, and compared with the same baselines."""
+
+    meta_seeds: list[NonNegativeInt] = Field(default=[0, 1, 2], min_length=1)
+    """Seeds of the meta-trainings."""
+    seed: NonNegativeInt = 0
+    """Seed of the comparison's fresh problems."""
+    problems: list[Problem] = Field(min_length=1)
+    """Problems, each a table of its own."""
+    optimisers: list[Contender] = Field(min_length=1)
+    """Learned optimisers."""
+
+    _apart = field_validator("problems", "optimisers")(apart)
+
+
+class StudyLocation(NamedTuple):
+    """All that another process needs to make a job.
+
+    Attributes:
+        study: Study.
+        source: Path of its file, which the paths of configs are relative to.
+        folder: Folder of the results.
+        changes: Changes to every config.
+    """
+
+    study: Study
+    source: str
+    folder: str
+    changes: tuple[str, ...]
+
+
+class Job(NamedTuple):
+    """A part of a study that is made by itself: one free run, and the meta-training before it.
+
+    Attributes:
+        problem: Number of the problem.
+        optimiser: Number of the learned optimiser, or of the baseline.
+        meta_seed: Meta-seed; None for a baseline.
+    """
+
+    problem: int
+    optimiser: int
+    meta_seed: int | None
+
+
+class ResolvedJob(NamedTuple):
+    """A job with its config and its file.
+
+    Attributes:
+        config: Config of the job.
+        path: File of its free run.
+        work: All that the free run depends on, as the file says it.
+        runs_on: All that a group of its runs depends on, beside seeds, rates and steps.
+    """
+
+    config: Config
+    path: Path
+    work: dict[str, Any]
+    runs_on: dict[str, Any]
+
+
+def all_jobs(location: StudyLocation) -> Iterator[Job]:
+    """Every job; the configs are checked first, so that a mistake shows before hours of work."""
+    study = location.study
+    for number, problem in enumerate(study.problems):
+        first = config_of(location, Job(number, 0, None))
+        for index in range(len(study.optimisers)):
+            config = config_of(location, Job(number, index, study.meta_seeds[0]))
+            experiment = build.build(config)
+            _fixed_optimiser(study.optimisers[index])
+            for baseline in config.evaluation.baselines if index == 0 else ():
+                baseline.check(experiment.optimisee)
+            if (config.evaluation, config.optimisee) != (first.evaluation, first.optimisee):
+                where = f"{location.source}: {study.optimisers[index].label} on {problem.label}"
+                expected, remedy = (
+                    f"the evaluation of {study.optimisers[0].label}",
+                    "make optimisee and evaluation equal",
+                )
+                raise UserError(where, expected=expected, found="another", remedy=remedy)
+    for seed in study.meta_seeds:
+        for number in range(len(study.problems)):
+            for index in range(len(study.optimisers)):
+                if seed in meta_seeds_of(study, index):
+                    yield Job(number, index, seed)
+    for number in range(len(study.problems)):
+        for index in range(len(config_of(location, Job(number, 0, None)).evaluation.baselines)):
+            yield Job(number, index, None)
+
+
+def make_job(location: StudyLocation, job: Job, report: Report = silent) -> None:
+    """Writes the job's free run, and before it the learned optimiser that runs, unless the run is there already.
+
+    Args:
+        location: Study.
+        job: Job to make.
+        report: Progress.
+    """
+    if processes.on_first(lambda: cached_run(location, job) is not None):
+        return
+    study, (config, path, work, runs_on) = location.study, resolve(location, job)
+    given = None if job.meta_seed is None else _fixed_optimiser(study.optimisers[job.optimiser])
+    if job.meta_seed is not None and given is None:
+        runs.meta_train(config, path.parent, resume=True, report=report)
+        runs_on["weights"] = work["weights"] = file_digest(path.parent / "optimiser.safetensors")
+    cache, settings = FileCache(path.with_suffix(""), runs_on), config.evaluation
+    with cpu_threads(config.threads):
+        optimisee = build.build(config).optimisee
+        if job.meta_seed is None:
+            baseline = settings.baselines[job.optimiser]
+            run = comparison.baseline_run(baseline, optimisee, settings, seed=study.seed, report=report, cache=cache)
+        else:
+            rule = given or files.load(path.parent / "optimiser.safetensors", trusted=True)
+            run = comparison.learned_run(
+                kernels.fast(build.fitting(rule, [optimisee]).to(build.device(config.device)), config.backend),
+                optimisee,
+                settings,
+                seed=study.seed,
+                report=report,
+                stage=f"run {path.parent.name}",
+                cache=cache,
+            )
+    processes.on_first(lambda: write_run(path, work, run))
+
+
+def resolve(location: StudyLocation, job: Job) -> ResolvedJob:
+    """The config, the file and the work of a job."""
+    study = location.study
+    config = config_of(location, job)
+    home = Path(location.folder) / slug(study.problems[job.problem].label)
+    data = _fingerprint(json.dumps(config.optimisee, sort_keys=True), os.environ.get("L2LOPT_DATA"))
+    depends = work_of(optimisee=config.optimisee, **data)
+    asked = config.evaluation.model_dump(mode="json", exclude={"baselines"}, exclude_none=True)
+    work: dict[str, Any] = {"seed": study.seed, "evaluation": asked}
+    if job.meta_seed is None:
+        baseline = config.evaluation.baselines[job.optimiser].model_dump(mode="json")
+        path = home / f"{slug(config.evaluation.baselines[job.optimiser].name)}.json"
+        kind = {key: baseline[key] for key in ("optimiser", "schedule")}
+        return ResolvedJob(config, path, depends | work | {"baseline": baseline}, depends | kind)
+    contender = study.optimisers[job.optimiser]
+    folder, given = home / f"{slug(contender.label)}-{job.meta_seed}", _fixed_optimiser(contender)
+    if given is None:
+        work["recipe"] = config.model_dump(mode="json", exclude={"evaluation", "label"})
+        depends["weights"] = file_digest(folder / "optimiser.safetensors")
+    else:
+        depends["rule"] = files.digest(given)
+    return ResolvedJob(config, folder / "free-run.json", depends | work, depends)
+
+
+def config_of(location: StudyLocation, job: Job) -> Config:
+    """The config of a job; a baseline's is that of the first optimiser."""
+    study = location.study
+    contender = study.optimisers[0 if job.meta_seed is None else job.optimiser]
+    seed = study.meta_seeds[0] if job.meta_seed is None else job.meta_seed
+    source = Path(location.source).parent / contender.config
+    changes = [*contender.changes, *study.problems[job.problem].changes, *location.changes]
+    return configs.load(source, [*changes, f"seed={seed}", f"label={contender.label!r}"])
+
+
+def cached_run(location: StudyLocation, job: Job) -> OptimiserRun | None:
+    """The job's free run if it was made from the same work before."""
+    resolved = resolve(location, job)
+    return read_run(resolved.path, resolved.work)
+
+
+def required_run(location: StudyLocation, job: Job) -> OptimiserRun:
+    """The job's free run, which must be there.
+
+    Raises:
+        UserError: where it is not.
+    """
+    run = cached_run(location, job)
+    if run is None:
+        path = resolve(location, job).path
+        raise UserError(str(path), expected="a free run just made", found="none", remedy="run the study again")
+    return run
+
+
+def meta_seeds_of(study: Study, index: int) -> list[int]:
+    """The meta-seeds of an optimiser; one that takes part as it is has the first alone."""
+    return study.meta_seeds[:1] if study.optimisers[index].optimiser is not None else study.meta_seeds
+
+
+def _fixed_optimiser(contender: Contender) -> Optimiser | None:
+    """The optimiser that takes part as it is; None for one that is meta-trained."""
+    choice = contender.optimiser
+    if isinstance(choice, dict) and "weights" in choice:
+        return files.load(choice["weights"])
+    return None if choice is None else optimisers.build(choice)
+
+
+def remaining_share(job: ResolvedJob) -> float:
+    """The share of a meta-training that is still to be made."""
+    folder = job.path.parent
+    if (folder / "optimiser.safetensors").exists():
+        return 0.0
+    try:
+        kept, _ = tensor_file.read(folder / "checkpoint.safetensors", "l2lopt.checkpoint", "a checkpoint", "")
+        return 1 - int(kept["facts"]["update"]) / job.config.meta.updates
+    except UserError:  # none yet, or one that will be refused
+        return 1.0
+
+
+@cache
+def _fingerprint(optimisee: str, _: str | None) -> dict[str, str]:
+    """The fingerprint of an optimisee's data, by its choice as JSON and the root of the data sets."""
+    choice: Choice = json.loads(optimisee)
+    found: dict[str, str] = registry.build(OPTIMISEES, "optimisee", choice).fingerprint()
+    return found

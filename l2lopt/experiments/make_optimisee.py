@@ -1,0 +1,244 @@
+"""An optimisee from any `nn.Module`, a loss and samples."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
+
+from l2lopt.core.errors import UserError
+from l2lopt.core.types import generator, seeded
+from optimisees.data.datasets import InMemory
+from optimisees.module import ModuleOptimisee
+
+Samples: TypeAlias = tuple[Tensor, Tensor] | Dataset[Any] | DataLoader[Any]
+"""Inputs and targets with the samples on the first axis, or a map-style data set of such pairs, or its loader."""
+
+_CHUNK = 256
+"""Samples that are collated at once."""
+
+
+def make_optimisee(
+    model: Callable[[], nn.Module],
+    loss: Callable[[Tensor, Tensor], Tensor],
+    train: Samples,
+    test: Samples | float = 0.2,
+    *,
+    batch_size: int | None = None,
+    heldout: float = 0.25,
+    metrics: Mapping[str, Callable[[Tensor, Tensor], Tensor]] | None = None,
+    augment: Callable[[Tensor, torch.Generator], Tensor] | None = None,
+    evaluation_samples: int | None = None,
+    device: str | torch.device = "cpu",
+) -> ModuleOptimisee:
+    """An optimisee for `meta_train`, `evaluate` and `train`: loss(model(inputs), targets) on your samples.
+
+    Every run begins with a fresh model and draws its own batches from its seed, so that it gives the same result each
+    time. The samples are therefore read once, in the order of their indices, and kept in memory on `device`. Of a
+    `DataLoader` the data set, `collate_fn` and `batch_size` are used; its own order, `drop_last` and workers are not.
+    A data set that gives other samples each time (random augmentation) is refused: pass `augment` instead.
+
+    Batch norm's running statistics are part of a run's state, and dropout layers get their masks from the run's seed.
+    A model that draws random numbers in any other way is refused; see `optimisees.ModuleOptimisee`.
+
+    Args:
+        model: A function without arguments that makes the model, such as its class. It is called under the run's
+            seed and must make a new one each time, its initial values from PyTorch's global generator.
+        loss: (outputs, targets) → mean over samples.
+        train: Training samples.
+        test: Test samples, or the share of the training samples that are put aside for testing, in (0, 1).
+        batch_size: Samples per step; None: that of the loader, or else 128, or all of them if there are fewer. The
+            incomplete last batch of an epoch is dropped.
+        heldout: The share of training samples that a run holds out where its settings measure held-out samples.
+        metrics: Name → (outputs, targets) → mean over samples, measured beside the loss in test mode.
+        augment: (inputs, generator) → inputs, applied to every training batch; it must draw from that generator alone.
+        evaluation_samples: The number of samples of a split that an evaluation takes; None: all.
+        device: The device of samples and parameters.
+
+    Raises:
+        UserError: for samples that are not pairs of tensors, or change each time; for a model that is not made anew or
+            draws random numbers in a forward pass; and where a batch does not go through model and loss.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> import l2lopt
+        >>> inputs = torch.randn(200, 4)
+        >>> targets = (inputs.sum(1) > 0).long()
+        >>> model = lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        >>> problem = l2lopt.make_optimisee(model, nn.functional.cross_entropy, (inputs, targets), batch_size=20)
+        >>> params, aux = problem.init(seed=0)
+        >>> sorted(params)
+        ['0.bias', '0.weight', '2.bias', '2.weight']
+    """
+    _check_factory(model)
+    training = _read(train, "train")
+    data = _split(training, test) if isinstance(test, float) else InMemory(*training, *_read(test, "test"))
+    if batch_size is None:
+        given = train.batch_size if isinstance(train, DataLoader) else None
+        batch_size = min(given or 128, len(data.train_inputs))
+    where, remedy = "loss(model(inputs), targets)", "check the shapes and dtypes of samples, model and loss"
+    try:
+        optimisee = ModuleOptimisee(
+            model,
+            loss,
+            data,
+            batch_size,
+            heldout,
+            device,
+            metrics=metrics,
+            augment=augment,
+            evaluation_samples=evaluation_samples,
+        )
+        value = _first_loss(optimisee)
+    except UserError:
+        raise
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:  # PyTorch's checks, or the caller's
+        raise UserError(where, expected="a batch that goes through", found=str(error), remedy=remedy) from error
+    _check_loss(where, value)
+    return optimisee
+
+
+def _check_loss(where: str, value: Tensor) -> None:
+    """Refuses a loss that is not one number of the parameters."""
+    if value.dim() or not value.requires_grad:
+        found = f"shape {list(value.shape)}" if value.dim() else "one that does not depend on the parameters"
+        remedy = 'give a loss with reduction="mean"' if value.dim() else "check that the model's outputs are used"
+        raise UserError(where, expected="a mean over samples, one number", found=found, remedy=remedy)
+
+
+def _check_factory(model: Any) -> None:
+    """Refuses what does not make a fresh module, alike under equal seeds, at every call."""
+    expected = "a function that makes a fresh nn.Module"
+    if isinstance(model, nn.Module):
+        remedy = "write lambda: in front of the expression that makes it"
+        raise UserError("model", expected=expected, found=f"a {type(model).__name__}", remedy=remedy)
+    if not callable(model):
+        raise UserError("model", expected=expected, found=repr(model), remedy="pass the model's class, or a lambda")
+    with seeded(0):
+        first = model()
+    if not isinstance(first, nn.Module):
+        found = f"one that makes a {type(first).__name__}"
+        raise UserError("model", expected=expected, found=found, remedy="return the module")
+    with seeded(0):
+        second = model()
+    if {id(value) for value in first.parameters()} & {id(value) for value in second.parameters()}:
+        remedy = "make the layers inside the function"
+        raise UserError("model", expected=expected, found="the same parameters twice", remedy=remedy)
+    pairs = zip(first.parameters(), second.parameters(), strict=True)
+    if not all(_same(one.detach(), other.detach()) for one, other in pairs):
+        remedy = "draw them from PyTorch's global generator, as the layers of torch.nn do"
+        found = "others under the same seed"
+        raise UserError("model", expected="initial values that follow from the seed", found=found, remedy=remedy)
+
+
+def _first_loss(optimisee: ModuleOptimisee) -> Tensor:
+    """The loss on the first batch, its gradient taken if it is one number."""
+    params, aux = optimisee.init(0)
+    value, _ = optimisee.loss(
+        {name: value.requires_grad_() for name, value in params.items()}, aux, optimisee.batch("train", 0, 0)
+    )
+    if value.requires_grad and not value.dim():
+        value.backward()
+    return value
+
+
+def _split(samples: tuple[Tensor, Tensor], share: float) -> InMemory:
+    """The samples with a share of them, always the same, put aside for testing."""
+    inputs, targets = samples
+    count = round(share * len(inputs))
+    if not 0 < count < len(inputs):
+        found = f"{share} of {len(inputs)}"
+        raise UserError("test", expected="a share that leaves samples to both", found=found, remedy="change the value")
+    order = torch.randperm(len(inputs), generator=generator("test samples")).to(inputs.device)
+    for_test, for_training = order[:count].sort().values, order[count:].sort().values
+    return InMemory(inputs[for_training], targets[for_training], inputs[for_test], targets[for_test])
+
+
+def _read(source: Any, where: str) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of any `Samples`."""
+    if isinstance(source, DataLoader):
+        _check_loader(source, where)
+        return _indexed(source.dataset, source.collate_fn, where)
+    if isinstance(source, Dataset):
+        return _indexed(source, default_collate, where)
+    return _pair(source, where)
+
+
+def _check_loader(loader: DataLoader[Any], where: str) -> None:
+    """Refuses a loader that says more than in which batches all samples come."""
+    remedy = "pass the data set that it reads, or torch.utils.data.Subset of it"
+    if isinstance(loader.dataset, IterableDataset):
+        return  # refused with the data set
+    count = len(loader.dataset)  # type: ignore[arg-type]  # a map-style data set has a length
+    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
+        raise UserError(where, expected="a DataLoader with a batch_size", found="a batch_sampler", remedy=remedy)
+    sampler = loader.sampler
+    shuffles = type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == count
+    if not shuffles and type(sampler) is not SequentialSampler:
+        expected = "a DataLoader of all samples, in order or shuffled: runs draw their own batches"
+        raise UserError(where, expected=expected, found=type(sampler).__name__, remedy=remedy)
+
+
+def _indexed(dataset: Any, collate: Callable[[list[Any]], Any], where: str) -> tuple[Tensor, Tensor]:
+    """The samples 0, 1, … of a map-style data set."""
+    if isinstance(dataset, IterableDataset):
+        found, remedy = "an IterableDataset", "read it into tensors, or write an Optimisee"
+        raise UserError(where, expected="a data set with indices and a length", found=found, remedy=remedy)
+    count = len(dataset)
+
+    def chunk(low: int) -> tuple[Tensor, Tensor]:
+        samples = [dataset[index] for index in range(low, min(low + _CHUNK, count))]
+        try:
+            return _pair(collate(samples), where)
+        except (RuntimeError, TypeError) as error:  # such as those of `default_collate`
+            remedy = "pad or resize them, or pass a DataLoader with a collate_fn"
+            raise UserError(where, expected="samples of one shape", found=str(error), remedy=remedy) from error
+
+    if not count:
+        raise UserError(where, expected="samples", found="none", remedy="give some")
+    chunks = [chunk(0)]
+    if not all(_same(*parts) for parts in zip(chunks[0], chunk(0), strict=True)):
+        remedy = "leave random transforms out of the data set, and pass augment="
+        raise UserError(where, expected="the same samples each time", found="others the second time", remedy=remedy)
+    chunks += [chunk(low) for low in range(_CHUNK, count, _CHUNK)]
+    shapes = {inputs.shape[1:] for inputs, _ in chunks}
+    if len(shapes) > 1:
+        found = " and ".join(str(list(shape)) for shape in sorted(shapes)[:2])
+        raise UserError(where, expected="samples of one shape", found=found, remedy="pad or resize them")
+    inputs, targets = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+    return inputs, targets
+
+
+def _pair(found: Any, where: str) -> tuple[Tensor, Tensor]:
+    """A pair of tensors of equal length, from a pair of tensors or arrays."""
+    expected = "a pair (inputs, targets) of tensors"
+    if not isinstance(found, tuple | list) or len(found) != 2:
+        kind = f"{len(found)} parts" if isinstance(found, tuple | list) else f"a {type(found).__name__}"
+        raise UserError(
+            where, expected=expected, found=kind, remedy="pass a pair, or a data set whose samples are pairs"
+        )
+    for part in found:
+        if not isinstance(part, Tensor | np.ndarray):
+            kind = f"a {type(part).__name__} in it"
+            raise UserError(where, expected=expected, found=kind, remedy="make tensors of both")
+    inputs, targets = (torch.as_tensor(part).detach() for part in found)
+    if not inputs.dim() or not targets.dim() or len(inputs) != len(targets):
+        shapes = f"shapes {list(inputs.shape)} and {list(targets.shape)}"
+        raise UserError(where, expected="as many inputs as targets", found=shapes, remedy="samples are the first axis")
+    return inputs, targets
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are equal, not-a-numbers included."""
+    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())

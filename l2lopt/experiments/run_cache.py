@@ -1,0 +1,111 @@
+"""The store of free runs: JSON files that are read again where everything that a run depends on is the same.
+
+A file names its `work`, all that the losses in it depend on; a file of another work is as good as none. A number that
+is not finite is null in the file and NaN when it is read again.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from l2lopt.evaluation.comparison import OptimiserRun, TunedRun
+from l2lopt.evaluation.free_runs import Curves
+from l2lopt.storage.run_log import write_json
+
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError)
+"""The errors of reading a file that is absent or damaged: it is made anew."""
+
+
+class FileCache:
+    """A `RunCache` of JSON files, one for each group of runs, named by a hash of what the runs depend on.
+
+    Args:
+        folder: Folder of the files, made when the first is written.
+        work: Facts that all groups depend on, such as the problem, its data and an optimiser's weights.
+
+    Example:
+        >>> import optimisees
+        >>> from l2lopt.evaluation.comparison import baseline_run
+        >>> from l2lopt.evaluation.settings import Baseline, EvaluationSettings
+        >>> cache = FileCache("runs/cache/quadratic", {"optimisee": "quadratic"})
+        >>> settings = EvaluationSettings(seeds=2, steps=5, horizons=[5])
+        >>> run = baseline_run(  # doctest: +SKIP
+        ...     Baseline(optimiser="sgd", rates=[0.01]), optimisees.make("quadratic"), settings, cache=cache
+        ... )
+    """
+
+    def __init__(self, folder: str | Path, work: Mapping[str, Any]) -> None:
+        self.folder, self.work = Path(folder), work
+
+    def __call__(self, work: Mapping[str, Any], make: Callable[[], Curves]) -> Curves:
+        """The curves of a group: read where they are there, made and written where they are not."""
+        text = json.dumps({**self.work, **work}, sort_keys=True)
+        path = self.folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+        try:
+            stored = json.loads(path.read_text(encoding="utf-8"))
+            if stored["work"] == text:
+                losses = {split: _tensor(rows) for split, rows in stored["losses"].items()}
+                return Curves(stored["steps"], losses, _tensor(stored["first"]), stored["seconds"])
+        except _UNREADABLE:
+            pass
+        curves = make()
+        rows = {split: losses.tolist() for split, losses in curves.losses.items()}
+        facts = {"steps": curves.steps, "losses": rows, "first": curves.first.tolist(), "seconds": curves.seconds}
+        write_json(path, {"work": text, **facts})
+        return curves
+
+
+def write_run(path: Path, work: Mapping[str, Any], run: OptimiserRun) -> None:
+    """Writes an optimiser's whole run.
+
+    Args:
+        path: File to write.
+        work: Facts that the run depends on.
+        run: Run.
+    """
+    losses = {split: {str(step): row.tolist() for step, row in steps.items()} for split, steps in run.losses.items()}
+    chosen = {str(horizon): tuned._asdict() for horizon, tuned in run.chosen.items()}
+    facts = {"kind": run.kind, "seconds": run.seconds, "warnings": run.warnings, "chosen": chosen}
+    write_json(path, {"work": work, **facts, "first": run.first.tolist(), "losses": losses})
+
+
+def read_run(path: Path, work: Mapping[str, Any]) -> OptimiserRun | None:
+    """An optimiser's run that was written before; None where there is none, or one of another work.
+
+    Args:
+        path: File to read.
+        work: Facts that the run is to depend on.
+    """
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        if facts["work"] != json.loads(json.dumps(work)):
+            return None
+        losses: dict[Any, dict[int, Tensor]] = {
+            split: {int(step): _tensor(row) for step, row in steps.items()} for split, steps in facts["losses"].items()
+        }
+        chosen = {int(horizon): TunedRun(**tuned) for horizon, tuned in facts["chosen"].items()}
+        return OptimiserRun(facts["kind"], losses, _tensor(facts["first"]), facts["seconds"], chosen, facts["warnings"])
+    except _UNREADABLE:
+        return None
+
+
+def file_digest(path: Path) -> str | None:
+    """The SHA-256 of a file's content; None where there is no file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
+
+
+def _tensor(rows: Any) -> Tensor:
+    return torch.tensor(_with_nan(rows))
+
+
+def _with_nan(rows: Any) -> Any:
+    """Nested lists of numbers with NaN for None."""
+    if isinstance(rows, list):
+        return [_with_nan(row) for row in rows]
+    return math.nan if rows is None else rows

@@ -1,0 +1,146 @@
+"""The folder of a run: claimed before work, read afterwards."""
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+import optimisees
+from l2lopt.core.errors import UserError
+from l2lopt.core.registry import Choice
+from l2lopt.evaluation.comparison import Evaluation
+from l2lopt.experiments import config as configs
+from l2lopt.experiments.config import Config, TrainConfig
+from l2lopt.optimisee import SavedRun
+from l2lopt.report import figures
+from l2lopt.storage import tensor_file
+from l2lopt.storage.run_log import existing, write_json, written_whole
+
+_FILES = (
+    "config.toml",
+    "metrics.jsonl",
+    "checkpoint.safetensors",
+    "optimiser.safetensors",
+    "evaluation.csv",
+    "evaluation.json",
+    "model.safetensors",
+    "result.json",
+    "events.out.tfevents.*",
+    "figures/loss-curves.*",
+    "figures/training-curve.*",
+)
+"""Patterns of the files that every run may leave; `Optimisee.artefact_files` has those of its application."""
+
+
+def claim(folder: Path, overwrite: bool, resume: bool, artefacts: Sequence[str] = ()) -> Path:
+    """The folder for a run, made if need be, without the files of an earlier run.
+
+    Args:
+        folder: Folder of the run.
+        overwrite: Whether an earlier run's files are removed.
+        resume: Whether an earlier run goes on, so that its files stay.
+        artefacts: Patterns of further files that such a run leaves, beside those of registered optimisees.
+
+    Raises:
+        UserError: for a file, a folder that cannot be written in, files that no run has left, and an earlier run where
+            neither `overwrite` nor `resume` is given.
+    """
+    another = "choose another --run"
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise UserError(str(folder), expected="a folder", found="a file", remedy=another)
+        if folder.exists() and any(folder.iterdir()) and not resume:
+            expected, events = "a new or empty folder", any(folder.glob("events.out.tfevents.*"))
+            if not events or not (folder / "config.toml").is_file():
+                raise UserError(str(folder), expected=expected, found="files that no run has left", remedy=another)
+            if not overwrite:
+                remedy = f"{another}, or pass --resume to go on or --overwrite to replace it"
+                raise UserError(str(folder), expected=expected, found="an earlier run", remedy=remedy)
+            patterns = {*_FILES, *optimisees.artefact_files(), *artefacts}
+            for path in list(chain.from_iterable(map(folder.glob, sorted(patterns)))):
+                path.unlink(missing_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):  # it can be written in
+            pass
+    except OSError as error:
+        found = error.strerror or str(error)
+        raise UserError(str(folder), expected="a folder to write in", found=found, remedy=another) from None
+    return folder
+
+
+def training_config(folder: Path) -> TrainConfig | None:
+    """The config of a run of training; None for another folder."""
+    try:
+        return configs.load(folder / "config.toml", kind=TrainConfig)
+    except UserError:
+        return None
+
+
+def saved(folder: Path, what: str) -> tuple[Choice, SavedRun]:
+    """The choice of the optimisee that a finished run has trained, and the run.
+
+    Args:
+        folder: Folder of the run.
+        what: Noun phrase for what should be there, for the error.
+
+    Raises:
+        UserError: for a folder without such a run, or a damaged file.
+    """
+    remedy = "give a folder in which l2lopt train has trained one to the end"
+    for name in ("config.toml", "model.safetensors"):
+        existing(folder / name, what, remedy)
+    choice = configs.load(folder / "config.toml", kind=TrainConfig).optimisee
+    _, tensors = tensor_file.read(folder / "model.safetensors", "l2lopt.model", "a model", remedy)
+    params = {name.removeprefix("params/"): value for name, value in tensors.items() if name.startswith("params/")}
+    options = {} if isinstance(choice, str) else {key: value for key, value in choice.items() if key != "name"}
+    return choice, SavedRun(folder, options, params)
+
+
+def meta_training_config(folder: Path, changes: Sequence[str]) -> Config:
+    """The config of a run of meta-training, with changes made to it.
+
+    Raises:
+        UserError: for a folder without one, or a mistake in the changes.
+    """
+    path = existing(folder / "config.toml", "a run's config", "give a folder that l2lopt meta-train has left")
+    return configs.load(path, changes)
+
+
+def evaluation_summary(path: Path) -> Mapping[str, Any]:
+    """The "table" and the "horizons" of an `evaluation.json`.
+
+    Raises:
+        UserError: for a missing or damaged file.
+    """
+    remedy = "run l2lopt evaluate again"
+    existing(path, "an evaluation's summary", remedy)
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+        return {"table": [dict(row) for row in read["table"]], "horizons": list(map(int, read["horizons"]))}
+    except (ValueError, KeyError, TypeError):
+        raise UserError(str(path), expected="an evaluation's summary", found="damage", remedy=remedy) from None
+
+
+def write_evaluation(folder: Path, result: Evaluation) -> None:
+    """Writes `evaluation.csv` and `evaluation.json` (table, chosen baselines, warnings)."""
+    with (
+        written_whole(folder / "evaluation.csv") as temporary,
+        temporary.open("w", newline="", encoding="utf-8") as file,
+    ):
+        lines = csv.writer(file, lineterminator="\n")
+        lines.writerow(figures.COLUMNS)
+        lines.writerows(result.rows)
+    summary = {
+        "table": [row._asdict() for row in result.table],
+        "horizons": sorted({row.horizon for row in result.table}),
+        "chosen": {
+            name: {str(horizon): run._asdict() for horizon, run in by_horizon.items()}
+            for name, by_horizon in result.chosen.items()
+        },
+        "seconds_per_step_and_seed": result.seconds,
+        "warnings": result.warnings,
+    }
+    write_json(folder / "evaluation.json", summary)

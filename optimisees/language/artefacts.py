@@ -1,0 +1,57 @@
+"""The vocabulary of a trained language model, and texts that the model writes."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from l2lopt.core import registry
+from l2lopt.core.errors import UserError
+from l2lopt.core.types import Params
+from l2lopt.optimisee import SampleRequest, SavedRun
+from l2lopt.storage.run_log import existing, write_json
+from optimisees.data.text import Corpus, Vocabulary
+
+VOCABULARY = "vocabulary.json"
+"""File of a run that holds the tokens."""
+
+
+class Writer(Protocol):
+    """A model that continues a text."""
+
+    def generate(
+        self, params: Params, prompt: Tensor, tokens: int, temperature: float = 1.0, seed: int = 0
+    ) -> Iterator[int]:
+        """The tokens that follow a prompt, one at a time."""
+
+
+def write_vocabulary(vocabulary: Vocabulary, folder: Path) -> None:
+    """Writes `vocabulary.json`, without which the parameters cannot be used."""
+    write_json(folder / VOCABULARY, vocabulary.facts())
+
+
+def continued(make: Callable[..., Writer], run: SavedRun, request: SampleRequest) -> str:
+    """The prompt and the text that a trained language model continues it with; its training texts are not needed.
+
+    Args:
+        make: Class of the model.
+        run: Finished training.
+        request: Prompt, number of tokens, temperature, and the seed of the draws.
+
+    Raises:
+        UserError: for a missing or damaged vocabulary, and a prompt with tokens that are not in it.
+    """
+    remedy = "give a folder in which l2lopt train has trained one to the end"
+    path = existing(run.folder / VOCABULARY, "a trained language model", remedy)
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        vocabulary = Vocabulary(tuple(facts["tokens"]), facts["unit"])
+    except (ValueError, KeyError, TypeError):
+        raise UserError(str(path), expected="a vocabulary", found="damage", remedy=remedy) from None
+    options = {**run.options, "data": Corpus.without_texts(vocabulary)}
+    model: Writer = registry.make({"language-model": make}, "optimisee", "language-model", **options)
+    prompt = vocabulary.prompt(request.prompt)
+    drawn = model.generate(run.params, prompt, request.tokens, request.temperature, request.seed)
+    return vocabulary.decode([*prompt.tolist(), *drawn])

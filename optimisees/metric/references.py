@@ -1,0 +1,124 @@
+"""Studies of sequence metrics: retrieval of the test windows, beside untrained encoders and raw signals."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from pydantic import Field, NonNegativeInt, PositiveInt
+from torch import Tensor
+
+from l2lopt.core.errors import UserError
+from l2lopt.core.references import Column, Reference, References, Result, StudyRun
+from l2lopt.core.types import Report, seed_of
+from optimisees.metric.retrieval import neighbour_curve, retrieval
+from optimisees.metric.time_warping import all_warped
+
+
+class RawSignals(References):
+    """Retrieval of each test window's activity among other subjects' windows.
+
+    Every encoder stands beside itself untrained; all stand beside distances of the raw signals, Euclidean and by
+    dynamic time warping.
+    """
+
+    legend: ClassVar[str] = (
+        "**Bold**: above the mean of every untrained encoder and of the raw signals; ↓: not above all of them."
+    )
+
+    neighbours: list[PositiveInt] = Field(default=[1, 5, 10], min_length=1)
+    """Numbers k of recall@k and of the vote of the k nearest neighbours."""
+    band: NonNegativeInt = 12
+    """Width of the time warping's band, in time steps."""
+
+    def check(self, optimisees: Mapping[str, Any]) -> None:
+        """Refuses encoders of different test windows, and more neighbours than a query has.
+
+        Raises:
+            UserError: for either.
+        """
+        for (_, one), (label, other) in pairwise(optimisees.items()):
+            if not torch.equal(one.inputs("test"), other.inputs("test")):
+                expected, remedy = "the test windows of the others", "give the encoders the same subjects and data"
+                raise UserError(f"study: {label}", expected=expected, found="others", remedy=remedy)
+        windows = next(iter(optimisees.values())).windows("test")
+        fewest = len(windows.subjects) - int(windows.subjects.bincount().max())
+        if fewest < max(self.neighbours):
+            expected = f"at least {max(self.neighbours)} windows of other test subjects"
+            raise UserError(
+                "study: test_subjects", expected=expected, found=str(fewest), remedy="leave out more subjects"
+            )
+
+    def beside_each(self, label: str) -> Sequence[Reference]:
+        """The encoder as it is before its training."""
+        return [Reference("untrained", f"{label}, untrained", f"{label}, untrained")]
+
+    def beside_all(self) -> Sequence[Reference]:
+        """The raw signals."""
+        return [Reference(kind, f"raw signals, {kind}", f"raw {kind}") for kind in ("Euclidean", "time warping")]
+
+    def depends_on(self, kind: str) -> dict[str, Any]:
+        """The kind of the distances, and these options."""
+        return {"kind": kind, "neighbours": self.neighbours, "band": self.band}
+
+    def result(self, optimisee: Any, run: StudyRun, report: Report) -> Result:
+        """The "retrieval" by the distances between the test windows, and their A(k), the "curve".
+
+        Raises:
+            UserError: for distances that are not finite.
+        """
+        distances = self._distances(optimisee, run, report)
+        if not distances.isfinite().all():
+            remedy = "lower the rate, or clip the gradient"
+            raise UserError(str(run.folder), expected="finite distances", found="others", remedy=remedy)
+        windows = optimisee.windows("test")
+        found = retrieval(distances, windows.labels, windows.subjects, tuple(self.neighbours))
+        return {"retrieval": found._asdict(), "curve": neighbour_curve(distances).tolist()}
+
+    def _distances(self, model: Any, run: StudyRun, report: Report) -> Tensor:
+        """Distances between the test windows, [n, n]."""
+        inputs: Tensor = model.inputs("test")
+        if run.kind == "Euclidean":
+            return torch.cdist(inputs.flatten(1), inputs.flatten(1), compute_mode="donot_use_mm_for_euclid_dist")
+        if run.kind == "time warping":
+            return all_warped(inputs, self.band, report)
+        params = model.init(seed_of("train", run.seed))[0] if run.trained is None else run.trained.params
+        distances: Tensor = model.all_distances(params, inputs, report)
+        return distances
+
+    def columns(self, result: Result) -> Sequence[Column]:
+        """Recall, mean average precision, and the accuracy of the neighbours' vote."""
+        reads: dict[str, Callable[[Result], Any]] = {
+            **{f"recall@{k}": _reader("recall", str(k)) for k in self.neighbours},
+            "mAP": _reader("mean_average_precision"),
+            **{f"accuracy, {k}-NN": _reader("accuracy", str(k)) for k in self.neighbours},
+        }
+        return [Column(head, read, better="higher", marked=True) for head, read in reads.items()]
+
+    def facts(self, found: Mapping[str, Mapping[str, Result]], references: Collection[str]) -> Any:
+        """The results of each row as a list, in the order of its seeds."""
+        return {label: list(own.values()) for label, own in found.items()}
+
+    def figures(
+        self, found: Mapping[str, Mapping[str, Result]], references: Collection[str], folder: Path
+    ) -> list[Path]:
+        """A(k) of the trained encoders (Figure 1 of Compagnon et al. 2021)."""
+        from optimisees.metric.figures import neighbour_curves  # Matplotlib: only figures need it
+
+        trained = {label: own.values() for label, own in found.items() if label not in references}
+        curves = {label: np.array([one["curve"] for one in own]) for label, own in trained.items()}
+        return neighbour_curves(curves, folder, title="test windows")
+
+
+def _reader(*keys: str) -> Callable[[Result], Any]:
+    """A function that reads one number of a result's "retrieval"."""
+
+    def read(result: Result) -> Any:
+        value = result["retrieval"]
+        for key in keys:
+            value = value[key]
+        return value
+
+    return read

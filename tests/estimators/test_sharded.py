@@ -1,0 +1,85 @@
+"""Meta-gradients of a run whose parameters lie across two processes, against the tape in one."""
+
+from functools import partial
+
+import laws
+import processes
+import pytest
+import torch
+from implementations import DOUBLES, OPTIMISERS, Problem, normal
+from torch import distributed
+
+from l2lopt.core.errors import UserError
+from l2lopt.core.groupings import Shards
+from l2lopt.core.layout import Layout
+from l2lopt.core.types import Carry, Step, Target
+from l2lopt.estimators import Blockwise, Taped
+
+WHOLE = Layout(("matrix", "vector", "scalars"), ((4, 3), (5,), (1,)))
+CUTS = {0: (3, 2, 1), 1: (1, 3, 0)}
+"""Rank → rows of each tensor that lie there, the last one all in the first process."""
+RULES = ["factored moments", "per-tensor network that steers", "coordinatewise direction-and-magnitude by fan-in"]
+
+
+def total(values):
+    """The sum over both processes."""
+    values = values.clone()
+    distributed.all_reduce(values)
+    return values
+
+
+def places(rank):
+    """Which of the whole vector's coordinates lie in a process."""
+    found, first = [], 0
+    for shape, size, mine, others in zip(WHOLE.shapes, WHOLE.sizes, CUTS[rank], CUTS[0], strict=True):
+        low = first + (0 if rank == 0 else others * (size // shape[0]))
+        found.append(torch.arange(low, low + mine * (size // shape[0])))
+        first += size
+    return torch.cat(found)
+
+
+def task(rule, here, layout, summed):
+    """Four steps on a sum over coordinates; a process has the loss of all and the gradient of its own."""
+
+    def loss(params, aux, batch):
+        own = ((params - batch[here]).square() * (1 + batch[here].abs())).sum(-1)
+        return own + (summed(own.detach()) - own.detach()), aux
+
+    batches = [normal(WHOLE.size, seed=step) for step in range(5)]
+    steps = [Step(batches[t], (Target(batches[t + 1], 1.0),)) for t in range(4)]
+    params = normal(WHOLE.size, seed=9)[here]
+    carry = Carry(params, {}, rule.init(layout, like=params))
+    return Problem(rule.update_with, loss, rule.phi(), carry, steps)
+
+
+def sharded(rank, label, block):
+    shapes = tuple((mine, *shape[1:]) for mine, shape in zip(CUTS[rank], WHOLE.shapes, strict=True))
+    # Cut along the first axis: every row lies in one process, and a column in both.
+    shards = Shards(WHOLE.shapes, total, None, total)
+    rule = (OPTIMISERS | DOUBLES)[label]()
+    ours = laws.run(
+        Blockwise(block=block), task(rule, places(rank), Layout(WHOLE.names, shapes, shards, WHOLE.fan_ins), total)
+    )
+    alone = laws.run(Taped(), task(rule, torch.arange(WHOLE.size), WHOLE, lambda value: value))
+    assert any(piece.abs().max() > 1e-6 for piece in alone.gradient.values())
+    laws.assert_close([ours.value, ours.gradient, ours.losses], [alone.value, alone.gradient, alone.losses], 1e-10)
+    laws.assert_close(ours.carry.params, alone.carry.params[places(rank)])
+
+
+def refused(rank):
+    shapes = tuple((mine, *shape[1:]) for mine, shape in zip(CUTS[rank], WHOLE.shapes, strict=True))
+    layout = Layout(WHOLE.names, shapes, Shards(WHOLE.shapes, total, None, total))
+    with pytest.raises(
+        UserError, match="orthogonalised: expected whole tensors, found tensors that lie across processes"
+    ):
+        laws.run(Blockwise(), task(DOUBLES["orthogonalised input"](), places(rank), layout, total))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("block", [1, 7, 8192])
+def test_processes_give_the_tapes_meta_gradient(rule, block):
+    processes.run(partial(sharded, label=rule, block=block), 2)
+
+
+def test_a_function_of_whole_tensors_is_refused():
+    processes.run(refused, 2)

@@ -1,0 +1,221 @@
+"""Optimisees from a model, a loss and samples: the samples are the caller's, mistakes end in one line."""
+
+from collections import namedtuple
+from functools import partial
+
+import laws
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+import l2lopt
+from l2lopt.core.errors import UserError
+
+INPUTS = torch.arange(600 * 3, dtype=torch.float32).view(600, 3) / 1800
+TARGETS = torch.arange(600) % 2
+SET = TensorDataset(INPUTS, TARGETS)
+Pair = namedtuple("Pair", "inputs targets")
+
+
+def model():
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
+
+
+def made(train=SET, test=SET, model=model, loss=nn.functional.cross_entropy, **options):
+    return l2lopt.make_optimisee(model, loss, train, test, **options)
+
+
+class Numbers(Dataset):
+    """Python numbers and arrays, as data sets often give them."""
+
+    def __len__(self):
+        return len(INPUTS)
+
+    def __getitem__(self, index):
+        return INPUTS[index].numpy(), int(TARGETS[index])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param((INPUTS, TARGETS), id="tensors"),
+        pytest.param([INPUTS.numpy(), TARGETS.numpy()], id="arrays"),
+        pytest.param(SET, id="data set"),
+        pytest.param(Numbers(), id="a data set of numbers"),
+        pytest.param(DataLoader(SET, 7), id="loader"),
+        pytest.param(DataLoader(SET, 7, shuffle=True, drop_last=True), id="a loader that shuffles"),
+        pytest.param(DataLoader(SET, 7, sampler=SequentialSampler(SET)), id="a loader with a sampler"),
+        pytest.param(
+            DataLoader(SET, 7, collate_fn=lambda rows: Pair(*map(torch.stack, zip(*rows, strict=True)))),
+            id="a collate_fn",
+        ),
+    ],
+)
+def test_samples_are_read_in_the_order_of_their_indices(source):
+    data = made(source).data
+    assert torch.equal(data.train_inputs, INPUTS)
+    assert torch.equal(data.train_targets, TARGETS)
+
+
+def test_a_part_of_a_data_set_is_that_part():
+    assert torch.equal(made(Subset(SET, [5, 2, 300])).data.train_inputs, INPUTS[[5, 2, 300]])
+
+
+def test_a_share_put_aside_for_testing_is_always_the_same_and_no_training_sample():
+    task = l2lopt.make_optimisee(model, nn.functional.cross_entropy, (INPUTS, TARGETS), 0.25)
+    again = l2lopt.make_optimisee(model, nn.functional.cross_entropy, SET, 0.25)
+    assert (len(task.data.train_inputs), len(task.data.test_inputs)) == (450, 150)
+    both = torch.cat([task.data.train_inputs, task.data.test_inputs])
+    assert torch.equal(both.sort(0).values, INPUTS)
+    laws.assert_same(tuple(task.data), tuple(again.data))
+    pairs = zip(task.data.test_inputs, task.data.test_targets, strict=True)
+    assert all(int((row[0] * 600).round()) % 2 == target for row, target in pairs)
+
+
+@pytest.mark.parametrize(
+    ("source", "batch_size", "found"),
+    [(DataLoader(SET, 7), None, 7), (DataLoader(SET, 7), 9, 9), (SET, None, 128), (Subset(SET, range(50)), None, 50)],
+)
+def test_the_batch_size_is_the_loaders_unless_it_is_given(source, batch_size, found):
+    assert len(made(source, batch_size=batch_size).batch("train", 0, 0)["inputs"]) == found
+
+
+def test_is_pure():
+    laws.assert_pure(partial(made, batch_size=20))
+
+
+def test_the_callers_random_numbers_are_left_alone():
+    state = torch.get_rng_state()
+    made(DataLoader(SET, 7, shuffle=True))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_augmentation_is_the_runs_own():
+    task = made(augment=lambda inputs, source: inputs + torch.rand((), generator=source), batch_size=20)
+    once, again, other = (task.batch("train", 0, step)["inputs"] for step in (0, 0, 1))
+    assert torch.equal(once, again)
+    assert not torch.isin(once, INPUTS).any()
+    assert not torch.equal(once, other)
+    assert torch.isin(task.batch("test", 0, 0)["inputs"], INPUTS).all()
+
+
+class Augmented(Numbers):
+    def __getitem__(self, index):
+        return INPUTS[index] + torch.rand(3), TARGETS[index]
+
+
+class Cropped(Numbers):
+    def __getitem__(self, index):
+        return INPUTS[index, : 3 if index < 300 else 2], TARGETS[index]
+
+
+class Lengthening(Numbers):
+    """Of one shape in each chunk that is read, but not in all."""
+
+    def __getitem__(self, index):
+        return INPUTS[index, : 3 if index < 512 else 2], TARGETS[index]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from SET
+
+
+class Tables(Numbers):
+    def __getitem__(self, index):
+        return {"inputs": INPUTS[index], "targets": TARGETS[index]}
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (INPUTS, r"train: expected a pair \(inputs, targets\) of tensors, found a Tensor; pass a pair"),
+        ((INPUTS, TARGETS, TARGETS), "found 3 parts"),
+        ((INPUTS, "ab"), "found a str in it; make tensors of both"),
+        ((INPUTS, TARGETS[:9]), r"expected as many inputs as targets, found shapes \[600, 3\] and \[9\]"),
+        ((INPUTS, torch.tensor(1)), r"found shapes \[600, 3\] and \[\]"),
+        (Tables(), "of tensors, found a dict; pass a pair, or a data set whose samples are pairs"),
+        (Stream(), "expected a data set with indices and a length, found an IterableDataset; read it into tensors"),
+        (DataLoader(Stream(), 7), "found an IterableDataset"),
+        (Augmented(), "expected the same samples each time, found others the second time; .* pass augment="),
+        (DataLoader(Augmented(), 7), "found others the second time"),
+        (Cropped(), r"train: expected samples of one shape, found .*equal size"),
+        (Lengthening(), r"train: expected samples of one shape, found \[2\] and \[3\]; pad or resize them"),
+        (Subset(SET, []), "expected samples, found none"),
+        (DataLoader(SET, 7, sampler=WeightedRandomSampler([1.0] * 600, 600)), "found WeightedRandomSampler; pass the"),
+        (DataLoader(SET, 7, sampler=RandomSampler(SET, num_samples=30)), "found RandomSampler"),
+        (DataLoader(SET, 7, sampler=RandomSampler(SET, replacement=True)), "found RandomSampler"),
+        (DataLoader(SET, batch_size=None), "expected a DataLoader with a batch_size, found a batch_sampler"),
+        (DataLoader(SET, batch_sampler=type("Mine", (BatchSampler,), {})(range(600), 3, False)), "a batch_sampler"),
+    ],
+)
+def test_samples_that_are_no_samples_are_refused(source, message):
+    with pytest.raises(UserError, match=message) as error:
+        made(source)
+    assert "\n" not in str(error.value)
+
+
+SHARED = model()
+NUMPY = np.random.default_rng(0)
+
+
+def drawn_by_numpy():
+    layer = nn.Linear(3, 2)
+    layer.bias.data = torch.tensor(NUMPY.normal(size=2), dtype=torch.float32)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (SHARED, "model: expected a function that makes a fresh nn.Module, found a Sequential; write lambda: in front"),
+        (lambda: SHARED, "found the same parameters twice; make the layers inside the function"),
+        (lambda: None, "found one that makes a NoneType; return the module"),
+        ("mlp", "found 'mlp'; pass the model's class, or a lambda"),
+        (drawn_by_numpy, "expected initial values that follow from the seed, found others under the same seed"),
+        (
+            lambda: nn.Linear(4, 2),
+            "expected a batch that goes through, found .*mat1 and mat2 shapes",
+        ),
+        (lambda: nn.Sequential(nn.Linear(3, 2), nn.RReLU()), "expected a loss that is pure, found RReLU"),
+    ],
+)
+def test_models_that_are_no_models_are_refused(model, message):
+    with pytest.raises(UserError, match=message) as error:
+        made(model=model)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (nn.CrossEntropyLoss(reduction="none"), r'one number, found shape \[128\]; give a loss with reduction="mean"'),
+        (
+            lambda outputs, targets: nn.functional.cross_entropy(outputs, targets.int()),
+            r"loss\(model\(inputs\), targets\): expected a batch that goes through, found",
+        ),
+        (lambda outputs, targets: targets.float().mean(), "found one that does not depend on the parameters"),
+    ],
+)
+def test_losses_that_are_no_losses_are_refused(loss, message):
+    with pytest.raises(UserError, match=message) as error:
+        made(loss=loss)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0, 0.0001, -0.5])
+def test_a_share_must_leave_samples_to_both(share):
+    with pytest.raises(UserError, match="test: expected a share that leaves samples to both"):
+        made(test=share)
