@@ -6,11 +6,13 @@ import laws
 import pytest
 import torch
 from descent import SHAPES, bumpy, descend, start
-from implementations import DOUBLES, normal
+from doubles import Orthogonalised
+from implementations import DOUBLES, normal, seeded
 from torch import nn
 
-from l2lopt import LearnedOptimizer, UserError
+from l2lopt import LearnedOptimizer, UserError, cells, optimisers
 from l2lopt.core.types import Layout
+from l2lopt.optimisers import rules
 from l2lopt.torch_optim import blocks, state_parts
 
 each_double = pytest.mark.parametrize("rule", DOUBLES)
@@ -141,6 +143,21 @@ def test_a_state_in_bfloat16_is_worked_on_in_blocks_of_whole_tensors(rule, monke
         floats = {k: v.dtype for k, v in own.items() if torch.is_tensor(v) and v.is_floating_point()}
         assert floats == {k: torch.float32 if k.startswith(tuple(state_parts.AXES)) else torch.bfloat16 for k in floats}
         assert own["step"].item() == 6
+
+
+def orthogonalised_alone():
+    """A rule without any mean over groups, which needs whole tensors all the same."""
+    return seeded(optimisers.Coordinatewise({"it": Orthogonalised()}, cells.build("lstm", 3, 3), rules.Bounded()))
+
+
+@pytest.mark.parametrize("groups_of", [orthogonalised_alone, *list(DOUBLES.values())[:2]])
+def test_blocks_end_with_a_tensor_where_coordinates_meet(groups_of, monkeypatch):
+    monkeypatch.setattr(blocks, "BLOCK", 3)
+    layout = Layout(("first", "one", "last"), ((2, 1), (2, 3), (4,)))
+    found = blocks.blocks_of(layout, groups_of(), torch.zeros((), dtype=torch.float64))
+    assert [(block.low, block.high, block.first, block.end) for block in found] == [(0, 8, 0, 2), (8, 12, 2, 3)]
+    found = blocks.blocks_of(layout, optimisers.SGD(0.1), torch.zeros(()))
+    assert [(block.low, block.high) for block in found] == [(0, 3), (3, 6), (6, 9), (9, 12)]
 
 
 @each_double

@@ -1,6 +1,5 @@
 """`LearnedOptimizer.step`: the numbers of the rule run by hand, for every rank, dtype and memory format."""
 
-import doctest
 from copy import deepcopy
 
 import laws
@@ -12,7 +11,6 @@ from torch import nn
 
 from l2lopt import LearnedOptimizer, UserError, kernels, optimisers
 from l2lopt.core.types import Layout
-from l2lopt.torch_optim import learned_optimizer
 from l2lopt.weights import files
 
 
@@ -207,8 +205,3 @@ def test_a_loss_of_one_number_is_taken_whatever_its_shape_and_others_are_refused
     with pytest.raises(UserError, match=r"step: loss: expected one number, found \[4\]"):
         optimizer.step(loss=torch.ones(4))
     assert param.equal(after)
-
-
-def test_the_example_of_the_docstring_runs():
-    results = doctest.testmod(learned_optimizer)
-    assert (results.failed, results.attempted > 0) == (0, True)
