@@ -8,19 +8,21 @@ from contextlib import contextmanager
 from datetime import timedelta
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
+import rich.table
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.text import Text
 
 from l2lopt.core.errors import UserError
 
 if TYPE_CHECKING:
     from l2lopt.core.types import Report
     from l2lopt.evaluation.comparison import Evaluation
+    from l2lopt.report.tables import Table
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -177,22 +179,12 @@ def weights(
         cost = [f"{training[key]:,.0f} {what}" for key, what in _COSTS.items() if key in training]
         console.print(f"{name}: {rule.get('cell', 'lstm')}; {', '.join(cost)}", highlight=False, soft_wrap=True)
         for label, rows in (training.get("comparisons", {}) if which else {}).items():
-            _compare(label, rows)
+            from l2lopt.evaluation import tables  # half a second that the list of names has no use for
+
+            _print(tables.published_table(label, rows))
 
 
 _COSTS = {"meta_updates": "meta-updates", "inner_steps": "inner steps", "seconds": "seconds of meta-training"}
-
-
-def _compare(label: str, rows: list[Mapping[str, Any]]) -> None:
-    """A published comparison as a table."""
-    columns = list(dict.fromkeys((row["split"], row["horizon"]) for row in rows))
-    table = Table(title=f"{label}: loss, mean nats per sample", title_justify="left")
-    for name in ("optimiser", *(f"{split}, step {horizon}" for split, horizon in columns)):
-        table.add_column(name, justify="left" if name == "optimiser" else "right")
-    means = {(row["optimiser"], row["split"], row["horizon"]): f"{row['mean']:.3g}" for row in rows}
-    for optimiser in dict.fromkeys(row["optimiser"] for row in rows):
-        table.add_row(optimiser, *(means.get((optimiser, *column), "") for column in columns))
-    console.print(table)
 
 
 @app.command()
@@ -293,7 +285,7 @@ def _progress() -> "Iterator[Report]":
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """What the library logs for its user, such as the backend it chose, as lines."""
+    """Shows messages that the library logs for its user, such as the backend it chose, as lines."""
 
     class Lines(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -310,24 +302,26 @@ def _told() -> Iterator[None]:
         logger.setLevel(before)
 
 
+def _print(table: "Table") -> None:
+    """A table in the terminal, the first column to the left and numbers to the right."""
+    from l2lopt.report.tables import spans
+
+    shown = rich.table.Table(title=escape(table.title) or None, title_justify="left")
+    for number, column in enumerate(table.columns):
+        shown.add_column(escape(column), justify="right" if number else "left")
+    for row in table.rows:
+        shown.add_row(*(Text.assemble(*((text, "bold" if bold else "") for text, bold in spans(cell))) for cell in row))
+    console.print(shown)
+    for note in (*table.notes, *([table.legend] if table.legend else [])):
+        console.print("".join(text for text, _ in spans(note)), markup=False, highlight=False, soft_wrap=True)
+
+
 def _show(result: "Evaluation") -> None:
     """The comparison as a table, and what to know about it."""
-    horizons = sorted({row.horizon for row in result.table})
+    from l2lopt.evaluation import tables
+
     for split in ("train", "test"):
-        table = Table(title=f"{split} loss, mean nats per sample", title_justify="left")
-        table.add_column("optimiser")
-        for horizon in horizons:
-            table.add_column(f"step {horizon}", justify="right")
-        for name in dict.fromkeys(row.optimiser for row in result.table):
-            rows = [row for row in result.table if (row.optimiser, row.split) == (name, split)]
-            table.add_row(escape(name), *(f"{row.mean:.5f}" for row in rows))
-            if rows[0].versus:
-                paired = (
-                    f"{row.difference:+.5f} [{row.difference_low:+.5f}, {row.difference_high:+.5f}] {row.versus}"
-                    for row in rows
-                )
-                table.add_row("  less the best baseline", *paired)
-        console.print(table)
+        _print(tables.loss_table(result, split))
     diverged = {row.optimiser: row.diverged for row in result.table if row.diverged}
     if diverged:
         console.print(

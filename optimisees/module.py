@@ -87,7 +87,7 @@ class ModuleOptimisee(Optimisee):
         return {"inputs": inputs, "targets": targets, "masks": masks}
 
     def fingerprint(self) -> dict[str, str]:
-        """Of the samples."""
+        """The digest of the samples."""
         return {"samples": digest(self.data)}
 
     def epoch_start(self, split: Split, seed: int, number: int) -> int:

@@ -261,8 +261,8 @@ def run_groups(
     """`run_free`, `rows` problems at a time; each group can be cached, and the groups are shared out to the ranks.
 
     Args:
-        optimiser: What `run_free` takes, or a baseline at its rates. A list of factories, or of rates, has one for each
-            seed.
+        optimiser: Optimiser or factories, as for `run_free`, or a baseline at its rates. A list of factories, or of
+            rates, has one for each seed.
         optimisee: Problem.
         seeds: Seeds of all problems.
         record: Steps at which the losses are read, rising.

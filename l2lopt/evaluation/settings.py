@@ -1,13 +1,14 @@
 """What a comparison of optimisers is made of: baselines with their grids, seeds, steps, horizons."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from l2lopt import optimisers
+from l2lopt.core import registry
 from l2lopt.core.errors import UserError
 from l2lopt.core.registry import Choice
 from l2lopt.core.settings import Settings
@@ -17,16 +18,17 @@ from l2lopt.optimisers import Optimiser, Scheduled
 
 SPLITS: tuple[Split, ...] = ("train", "test")
 """The splits on which every comparison reads the losses."""
+_TABLE = {**optimisers.HANDMADE, **optimisers.WRAPPERS}
 
 
 class Baseline(Settings):
     """A hand-designed optimiser, or a class of `torch.optim.Optimizer`, and the rates to choose from."""
 
     optimiser: Choice
-    """Name, or name and options, without the rate: one of ours, such as "adam", or a class of any installed package as
-    `module:Class`, such as "torch.optim:Muon" or "schedulefree:AdamWScheduleFree". Such a class runs problem by
-    problem. With `rest = "adamw"` among the options, the parameters that are no matrices go to `torch.optim.AdamW`,
-    and with `rest_names = ["embedding"]` those whose names contain "embedding"."""
+    """Name, or name and options, without the rate: one of ours, such as "adam", or a class of `torch.optim.Optimizer`
+    from any installed package as `module:Class`, such as "torch.optim:Muon" or "schedulefree:AdamWScheduleFree". Such a
+    class runs problem by problem. With `rest = "adamw"` among its options, the parameters that are no matrices go to
+    `torch.optim.AdamW`, and with `rest_names = ["embedding"]` those whose names contain "embedding" as well."""
     rates: list[PositiveFloat] = Field(min_length=1)
     """The grid, rising; at least seven half-decades make the comparison fair."""
     schedule: Literal["constant", "cosine"] = "constant"
@@ -56,18 +58,21 @@ class Baseline(Settings):
         ends = {"warm_up": horizon // 20, "total": horizon} if self.schedule == "cosine" else {}
         if is_torch_class(self.optimiser):
             found = torch_class(self.optimiser)
-            return (
-                [found.at(r, **ends) for r in rates.tolist()] if isinstance(rates, Tensor) else found.at(rates, **ends)
-            )
+            if isinstance(rates, Tensor):
+                return [found.at(rate, **ends) for rate in rates.tolist()]
+            return found.at(rates, **ends)
         if ends and not _takes(self.optimiser, ends):
-            return Scheduled(optimisers.build(self.optimiser, optimisers.HANDMADE, lr=rates), "cosine", **ends)
-        return optimisers.build(self.optimiser, optimisers.HANDMADE, lr=rates, **ends)
+            return Scheduled(optimisers.build(self.optimiser, _TABLE, lr=rates), "cosine", **ends)
+        return optimisers.build(self.optimiser, _TABLE, lr=rates, **ends)
 
     def check(self, optimisee: Optimisee) -> None:
-        """That the optimiser can be built, and takes the parameters of a problem.
+        """Builds the optimiser for a problem, to find mistakes before any work.
+
+        Args:
+            optimisee: Problem.
 
         Raises:
-            UserError: otherwise.
+            UserError: for an unknown name or option, or parameters that the class refuses.
         """
         built = self.build(self.rates[0], 1)
         if not isinstance(built, Optimiser | list):
@@ -107,8 +112,8 @@ class BaselineAtRates(NamedTuple):
 def _takes(choice: Choice, options: Mapping[str, Any]) -> bool:
     """Whether an optimiser of ours has these options of its own."""
     name = choice if isinstance(choice, str) else choice.get("name")
-    entry: Callable[..., Optimiser] | None = optimisers.HANDMADE.get(str(name))
-    return entry is not None and set(options) <= set(inspect.signature(entry).parameters)
+    entry = registry.find(_TABLE, "optimiser", str(name))
+    return set(options) <= set(inspect.signature(entry).parameters)
 
 
 def half_decades(lowest: float, count: int) -> list[float]:

@@ -1,15 +1,18 @@
-"""Classes of `torch.optim.Optimizer`, from PyTorch or any installed package, by the name `module:Class`."""
+"""Classes of `torch.optim.Optimizer`, from PyTorch or any installed package, by the name `module:Class`.
+
+Importing a module runs its code: use such names only from configs that you trust.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from l2lopt.core import registry
 from l2lopt.core.errors import UserError, did_you_mean
 from l2lopt.core.registry import Choice
 from l2lopt.optimisers.schedules import warm_up_cosine
@@ -93,9 +96,22 @@ class _Cosine:
 
 
 def is_torch_class(choice: Choice) -> bool:
-    """Whether a choice names a class by its module, "module:Class" or "torch.optim.Class"."""
+    """Whether a choice names a class of `torch.optim.Optimizer`, as "module:Class" or "torch.optim.Class".
+
+    Raises:
+        UserError: for a module that cannot be imported, or a name that is not in it.
+    """
     name = choice if isinstance(choice, str) else choice.get("name")
-    return isinstance(name, str) and (":" in name or name.startswith("torch.optim."))
+    if not isinstance(name, str) or not (":" in name or name.startswith("torch.optim.")):
+        return False
+    entry = _entry(name)
+    return isinstance(entry, type) and issubclass(entry, Optimizer) and entry is not Optimizer
+
+
+def _entry(name: str) -> Any:
+    """What "module:Class" or "torch.optim.Class" names."""
+    dotted = ":" not in name
+    return registry.find({}, "optimiser", ":".join(name.rsplit(".", 1)) if dotted else name)
 
 
 def torch_class(choice: Choice) -> TorchClass:
@@ -107,11 +123,17 @@ def torch_class(choice: Choice) -> TorchClass:
             looked up in `torch.optim`, whatever its case), and `rest_names`: parts of the names of further ones.
 
     Raises:
-        UserError: for a module that is not installed, a name that is no optimiser there, or an unknown option.
+        UserError: for a module that cannot be imported, a name that is no optimiser there, or an unknown option.
     """
     options: dict[str, Any] = {"name": choice} if isinstance(choice, str) else dict(choice)
     name = str(options.pop("name", None))
-    kind = _kind(name)
+    kind = _entry(name)
+    if not is_torch_class(name):
+        expected, remedy = (
+            "a class of torch.optim.Optimizer",
+            "name one of torch.optim, or of a package that is installed",
+        )
+        raise UserError(f"optimiser {name!r}", expected=expected, found=repr(kind), remedy=remedy)
     rest: Choice | None = options.pop("rest", None)
     rest_names: Any = options.pop("rest_names", [])
     if not isinstance(rest_names, list | tuple) or not all(isinstance(part, str) for part in rest_names):
@@ -124,33 +146,12 @@ def torch_class(choice: Choice) -> TorchClass:
 
 def _in_torch(choice: Choice) -> Choice:
     """The choice with a bare name, such as "adamw", as that of the class in `torch.optim`."""
-    if is_torch_class(choice):
-        return choice
     options = {"name": choice} if isinstance(choice, str) else dict(choice)
     bare = str(options.get("name"))
-    name = next((known for known in _optimisers_in(torch.optim) if known.lower() == bare.lower()), bare)
-    return {**options, "name": f"torch.optim:{name}"}
-
-
-def _kind(name: str) -> type[Optimizer]:
-    """The class called "module:Class" or "torch.optim.Class"."""
-    module, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
-    try:
-        home = import_module(module)
-    except (ImportError, ValueError) as error:
-        remedy = "install its package, or choose another"
-        raise UserError(f"optimiser {name!r}", expected="a module", found=str(error), remedy=remedy) from None
-    kind = getattr(home, attribute, None)
-    if not (isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer):
-        remedy = did_you_mean(attribute, _optimisers_in(home))
-        found = repr(attribute)
-        raise UserError(f"optimiser {name!r}", expected=f"an optimiser of {module}", found=found, remedy=remedy)
-    return kind
-
-
-def _optimisers_in(module: Any) -> list[str]:
-    kinds = {name: kind for name, kind in vars(module).items() if isinstance(kind, type) and kind is not Optimizer}
-    return [name for name, kind in kinds.items() if issubclass(kind, Optimizer)]
+    if ":" in bare or "." in bare:
+        return choice
+    known = {name.lower(): name for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
+    return {**options, "name": f"torch.optim:{known.get(bare.lower(), bare)}"}
 
 
 def _checked(name: str, kind: type[Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:

@@ -147,7 +147,7 @@ def device(name: str) -> torch.device:
 
 
 def _factory(choice: Choice, seed: int) -> OptimizerFactory:
-    """What makes the optimiser of a choice; `seed` is that of a learned one that is not trained."""
+    """A function that makes the optimiser of a choice; `seed` is for a learned optimiser without trained weights."""
     if isinstance(choice, dict) and "weights" in choice:
         made: OptimizerFactory = registry.make({"weights": _trained}, "optimiser", "weights", **choice)
         return made

@@ -29,24 +29,24 @@ class ValidationSettings(Settings):
     horizons: list[PositiveInt] = Field(default=[100, 200, 1000], min_length=1)
     """The steps at which the losses are taken; the last ends the run."""
     split: Split = "train"
-    """Whose whole loss counts."""
+    """Split on which the validation loss is computed."""
     rows: PositiveInt | None = None
     """Runs made side by side; none: all. 1 suits large models."""
 
 
 class _Common(Settings):
-    """What every kind of experiment has."""
+    """The settings that every kind of experiment has."""
 
     label: str | None = None
     """The optimiser's name in results; by default made of what it is."""
     seed: NonNegativeInt = 0
-    """Of everything: equal configs and seeds give equal runs on the same machine."""
+    """Seed of everything: equal configs and seeds give equal runs on the same machine."""
     device: str = "cpu"
-    """Where tensors live: "cpu", "cuda", "cuda:1", …"""
+    """Device of all tensors: "cpu", "cuda", "cuda:1", …"""
     threads: PositiveInt | None = Field(default=None, le=1024)
     """CPU threads; none: PyTorch's own choice. Small tensors are fastest on one."""
     optimisee: Choice
-    """What is optimised: a name, or a table of the name and its options."""
+    """Problem to optimise: a name, or a table of the name and its options."""
 
 
 class Config(_Common):
@@ -57,7 +57,7 @@ class Config(_Common):
     optimiser: Choice = "coordinatewise"
     """The learned optimiser: a name, or a table of the name and its options."""
     backend: Literal["auto", "reference", "cpu", "triton"] = "auto"
-    """Of the learned optimiser's steps where no tape is needed; "auto" takes the fastest there is."""
+    """Backend of the learned optimiser's steps where no gradient flows through them; "auto" takes the fastest."""
     unroll: UnrollSettings = UnrollSettings()
     """How long the unrolls are and how they are differentiated."""
     meta: MetaTrainSettings = MetaTrainSettings()
@@ -105,9 +105,9 @@ def load(
     """A config from a TOML file, a mapping or a config, with changes such as "unroll.length=200" made to it.
 
     Args:
-        source: of the config.
-        changes: in order.
-        kind: what it is: a `Config` or a `TrainConfig`.
+        source: Path, mapping or config.
+        changes: Changes, made in this order.
+        kind: Class of the config: `Config` or `TrainConfig`.
 
     Raises:
         UserError: for a missing file, one that is not TOML, an unknown key or a value of the wrong type.

@@ -27,7 +27,7 @@ class FileCache:
 
     Args:
         folder: Folder of the files, made when the first is written.
-        work: What all groups depend on, such as the problem, its data and an optimiser's weights.
+        work: Facts that all groups depend on, such as the problem, its data and an optimiser's weights.
 
     Example:
         >>> import optimisees
@@ -66,7 +66,7 @@ def write_run(path: Path, work: Mapping[str, Any], run: OptimiserRun) -> None:
 
     Args:
         path: File to write.
-        work: What the run depends on.
+        work: Facts that the run depends on.
         run: Run.
     """
     losses = {split: {str(step): row.tolist() for step, row in steps.items()} for split, steps in run.losses.items()}
@@ -80,7 +80,7 @@ def read_run(path: Path, work: Mapping[str, Any]) -> OptimiserRun | None:
 
     Args:
         path: File to read.
-        work: What the run is to depend on.
+        work: Facts that the run is to depend on.
     """
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))

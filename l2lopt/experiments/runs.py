@@ -57,13 +57,13 @@ def meta_train(
     `torchrun` has started several processes, each makes its own runs of the meta-batch: `meta_training.meta_train`.
 
     Args:
-        config: a TOML file, a mapping, or a `Config`.
-        run: the folder; it must be new or empty unless `overwrite`.
-        changes: to the config, such as "unroll.length=200".
-        overwrite: clear an earlier run's files away first.
-        resume: take an interrupted run of the same config up where its last checkpoint stands (or begin it); the end is
-            the same to the byte.
-        report: progress.
+        config: TOML file, mapping, or `Config`.
+        run: Folder of the run; it must be new or empty unless `overwrite` or `resume`.
+        changes: Changes to the config, such as "unroll.length=200".
+        overwrite: Whether an earlier run's files are removed first.
+        resume: Whether an interrupted run of the same config goes on from its last checkpoint (or begins); the result
+            is the same to the byte.
+        report: Progress.
 
     Raises:
         UserError: for a mistake in the config, or a folder that holds a run already.
@@ -115,9 +115,9 @@ def evaluate(*runs: str | Path, changes: Sequence[str] = (), report: Report = si
     `torchrun`, its processes share out the problems.
 
     Args:
-        runs: folders that `meta_train` left; several must agree on optimisee, seed and evaluation.
-        changes: to their configs, such as "evaluation.seeds=50".
-        report: progress.
+        runs: Folders that `meta_train` left; several must agree on optimisee, seed and evaluation.
+        changes: Changes to their configs, such as "evaluation.seeds=50".
+        report: Progress.
 
     Raises:
         UserError: for a folder without a run, damaged weights, or runs that cannot be compared.
@@ -166,13 +166,13 @@ def train(
     run's folder, and the optimisee's artefacts, such as a vocabulary; see `Optimisee.artefacts`.
 
     Args:
-        config: a TOML file, a mapping, or a `TrainConfig`.
-        run: the folder; it must be new or empty unless `overwrite`.
-        changes: to the config, such as "train.steps=200".
-        overwrite: clear an earlier run's files away first.
-        resume: take an interrupted run of the same config up where its last checkpoint stands (or begin it); the end is
-            the same to the byte.
-        report: progress.
+        config: TOML file, mapping, or `TrainConfig`.
+        run: Folder of the run; it must be new or empty unless `overwrite` or `resume`.
+        changes: Changes to the config, such as "train.steps=200".
+        overwrite: Whether an earlier run's files are removed first.
+        resume: Whether an interrupted run of the same config goes on from its last checkpoint (or begins); the result
+            is the same to the byte.
+        report: Progress.
 
     Raises:
         UserError: for a mistake in the config, damaged weights, a folder that holds a run already, or several processes
@@ -314,10 +314,10 @@ def publish(run: str | Path, path: str | Path, **facts: Any) -> Path:
     `facts`. `weights.header` reads it, `l2lopt weights FILE` shows it.
 
     Args:
-        run: a folder that `meta_train` has left.
-        path: of the file.
-        facts: anything JSON can say; "seconds" are those of the meta-training, "comparisons" are tables of problems by
-            their label, lines as in `evaluation.json`.
+        run: Folder that `meta_train` has left.
+        path: Path of the file.
+        facts: Further facts, anything JSON can say; "seconds" are those of the meta-training, "comparisons" are tables
+            of problems by their label, lines as in `evaluation.json`.
 
     Raises:
         UserError: for a folder without a run, or damaged files.

@@ -43,9 +43,10 @@ HANDMADE: Mapping[str, Callable[..., Optimiser]] = {
     "adam": adam,
     "adamw": AdamW,
     "normalised-adam": NormalisedAdam,
-    "scheduled": scheduled,
 }
-OPTIMISERS: Mapping[str, Callable[..., Optimiser]] = {**LEARNED, **HANDMADE}
+WRAPPERS: Mapping[str, Callable[..., Optimiser]] = {"scheduled": scheduled}
+"""Optimisers around another one, whose choice is among their options."""
+OPTIMISERS: Mapping[str, Callable[..., Optimiser]] = {**LEARNED, **HANDMADE, **WRAPPERS}
 
 
 def make(name: str, **options: Any) -> Optimiser:
@@ -67,6 +68,7 @@ __all__ = [
     "OPTIMISERS",
     "RULES",
     "SGD",
+    "WRAPPERS",
     "AdamW",
     "Coordinatewise",
     "Input",

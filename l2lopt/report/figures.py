@@ -21,7 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 COLUMNS = ("optimiser", "kind", "seed", "step", "split", "loss")
-"""Of `evaluation.csv`."""
+"""The columns of `evaluation.csv`."""
 
 # Dark for learned optimisers, lighter for baselines, and a dash pattern and marker for each: it survives a photocopier.
 # Colours are Okabe and Ito's, safe for the colour-blind.
@@ -107,11 +107,10 @@ def loss_curves(
     A curve that rises above the loss before the first step leaves the picture there, so that the others stay apart.
 
     Args:
-        bands: from `read`.
-        folder: gets `loss-curves.png` and `loss-curves.svg`.
-        title: above the panels.
-        breaks: the steps after which a baseline's curve goes over to the run tuned for the next horizon; the line is
-            cut.
+        bands: (optimiser, kind, split) → band, as `read` gives them.
+        folder: Folder for `loss-curves.png` and `loss-curves.svg`.
+        title: Line above the panels.
+        breaks: Steps after which a baseline's curve goes over to the run tuned for the next horizon; the line is cut.
     """
     splits = [split for split in ("train", "test") if any(key[2] == split for key in bands)]
     with plt.rc_context(_STYLE):
@@ -135,10 +134,10 @@ def training_curve(
     """Draws the training loss of each step with its running mean, and the watched loss, against the step.
 
     Args:
-        curves: from `read_training`.
-        folder: gets `training-curve.png` and `training-curve.svg`.
-        title: above the panel.
-        smoothing: the running mean is over a window of the steps that went before, this fraction of them all: 1/50.
+        curves: Stage → (steps, losses), as `read_training` gives them.
+        folder: Folder for `training-curve.png` and `training-curve.svg`.
+        title: Line above the panel.
+        smoothing: Divisor of the number of steps; the running mean is over so many steps before each: 1/50 of all.
     """
     with plt.rc_context(_STYLE):
         figure, panel = plt.subplots(figsize=(6.4, 4.2), layout="constrained")

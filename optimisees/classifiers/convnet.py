@@ -29,7 +29,7 @@ def convnet(
     Three stages of 16 and 32 hidden units as in the paper's CIFAR-10 network: 5,722 parameters on the digits of 8×8.
 
     Args:
-        channels: of the stages; each halves the image, so that the digits allow three at most.
+        channels: Number of channels of each stage; each halves the image, so that the digits allow three at most.
         hidden: units of the fully connected layer.
         batch_norm: after each convolution, which then has no bias of its own.
         dataset: "digits", or images as for `images.load`: "mnist", "cifar10", "svhn", a folder.
@@ -38,7 +38,7 @@ def convnet(
         evaluation_samples: evaluate each split on that many of its samples, drawn once and for all; none: on all.
         batch_size: samples a step; of the digits there are 1,300 to train on.
         heldout: the share of training samples held out of the inner steps of meta-training.
-        dtype: of data and parameters.
+        dtype: Data type of data and parameters.
         device: where they live.
     """
     kind = getattr(torch, dtype)

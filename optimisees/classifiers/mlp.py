@@ -31,14 +31,14 @@ def mlp(
 
     Args:
         hidden: the hidden layers' sizes.
-        activation: between the layers.
+        activation: Name of the function between the layers.
         dataset: "digits", or images as for `images.load`: "mnist", "cifar10", "svhn", a folder.
         data: the folder that data sets lie in; by default what L2LOPT_DATA says.
         download: fetch what is missing.
         evaluation_samples: evaluate each split on that many of its samples, drawn once and for all; none: on all.
         batch_size: samples a step; of the digits there are 1,300 to train on.
         heldout: the share of training samples held out of the inner steps of meta-training.
-        dtype: of data and parameters.
+        dtype: Data type of data and parameters.
         device: where they live.
     """
     if any(size < 1 for size in hidden):

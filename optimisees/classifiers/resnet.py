@@ -20,7 +20,7 @@ class BasicBlock(nn.Module):
     Args:
         inputs: channels that come in.
         outputs: channels that go out.
-        stride: of the first convolution and of the shortcut.
+        stride: Stride of the first convolution and of the shortcut.
     """
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
@@ -48,9 +48,9 @@ class ResNet(nn.Module):
     default.
 
     Args:
-        channels: of the images.
-        classes: what comes out.
-        blocks: in each stage.
+        channels: Number of channels of the images.
+        classes: Number of classes.
+        blocks: Number of blocks in each stage.
         width: channels of the first stage.
     """
 
@@ -97,10 +97,10 @@ def resnet(
     """A ResNet on images, cross-entropy: 21,282,122 parameters as it stands, ResNet-34; 1,334,618 with a width of 16.
 
     Args:
-        blocks: in each stage, whose channels are `width`, 2 `width`, 4 `width`, …
+        blocks: Number of blocks in each stage, whose channels are `width`, 2 `width`, 4 `width`, …
         width: channels of the first stage.
         dataset: "cifar10", "mnist", "svhn", or a folder of images; see `images.load`, as for the next three.
-        size: to which the images of a folder are scaled.
+        size: Side length to which the images of a folder are scaled.
         data: the folder that data sets lie in; by default what L2LOPT_DATA says.
         download: fetch what is missing.
         crop_and_flip: training batches are moved by up to 4 pixels and mirrored at random; held-out ones are not.
@@ -110,7 +110,7 @@ def resnet(
         evaluation_size: samples evaluated at once.
         batch_size: samples a step.
         heldout: the share of training samples held out of the inner steps of meta-training.
-        dtype: of parameters.
+        dtype: Data type of the parameters.
         device: where data and parameters live.
     """
     above_0("resnet", width=width, stages=len(blocks), blocks=min(blocks, default=0))

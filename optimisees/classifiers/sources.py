@@ -16,7 +16,7 @@ class Source(NamedTuple):
     """Samples, and how a model gets them.
 
     Attributes:
-        samples: in memory, in the form in which they are kept.
+        samples: Samples in memory, in their stored form.
         shape: channels, height and width of a sample.
         classes: how many there are.
         wrapped: a model of flat samples in the dtype asked for → one of samples as they are kept.
@@ -52,7 +52,7 @@ def source(
 
     Args:
         dataset: its name, or the path of a folder of images.
-        dtype: of what models compute in.
+        dtype: Data type that models compute in.
         data: the folder that data sets lie in; by default what L2LOPT_DATA says.
         download: fetch what is missing.
         device: where models live.

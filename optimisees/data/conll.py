@@ -34,8 +34,8 @@ def files(train: str, valid: str, test: str, minimum: int = 2) -> Labelled:
 
     Args:
         train: its path.
-        valid: likewise.
-        test: likewise.
+        valid: Path of the validation sentences.
+        test: Path of the test sentences.
         minimum: how often a token must occur in the training file to have a vector of its own; all others share that
             of `<unk>`, which learns from the rarer ones.
 
@@ -70,7 +70,7 @@ def read(path: str | Path, columns: int | None = None) -> list[list[Row]]:
     else begins an entity, as seqeval takes it.
 
     Args:
-        path: of the file, in UTF-8.
+        path: Path of the file, in UTF-8.
         columns: how many there must be; by default as many as in the first line.
 
     Raises:

@@ -44,7 +44,7 @@ def class_count(name: str, samples: InMemory) -> int:
 
 
 def digest(samples: InMemory) -> str:
-    """What tells samples from others: of every byte, about a gigabyte a second."""
+    """A digest of every byte of the samples; it takes about a second per gigabyte."""
     found = hashlib.blake2b(digest_size=16)
     for part in samples:
         found.update(f"{part.dtype} {list(part.shape)}".encode())
@@ -61,9 +61,9 @@ def data_root(data: str | None = None, holds: str = "the data sets", make: bool 
     """The folder that data sets lie in: `data`, or what the environment variable L2LOPT_DATA says.
 
     Args:
-        data: its path.
-        holds: what should be in it, for the error.
-        make: whether it is made where it is named and not there, for what will be fetched into it.
+        data: Path of the folder.
+        holds: Noun phrase for its contents, for the error.
+        make: Whether a missing folder is made, so that files can be fetched into it.
 
     Raises:
         UserError: where neither names a folder.

@@ -59,7 +59,7 @@ class Windows(NamedTuple):
         return self.chosen(~out), self.chosen(out)
 
     def digest(self) -> str:
-        """What tells them from all others."""
+        """A digest of all windows."""
         found = hashlib.sha256(repr((self.activities, self.signals.shape)).encode())
         for part in self[:3]:
             found.update(part.numpy().tobytes())
@@ -77,8 +77,8 @@ class Recording(NamedTuple):
 
     Attributes:
         signals: [9, 64·(windows + 1)].
-        labels: of its windows, [windows].
-        subject: whose it is.
+        labels: Label of each of its windows, [windows].
+        subject: Number of its subject.
     """
 
     signals: Tensor

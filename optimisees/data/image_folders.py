@@ -143,7 +143,7 @@ def _in_eight_bits(image: Image.Image) -> Image.Image:
 
 
 def _decode(folder: Path, files: Sequence[_File], size: int | None) -> Tensor:
-    """Every image, some at the same time."""
+    """All images, several read at the same time."""
 
     def decode(file: _File) -> np.ndarray:
         try:

@@ -36,7 +36,7 @@ def load(
             the images as they are, which must then be of one size.
         data: ROOT; None takes the environment variable L2LOPT_DATA.
         download: fetch what is missing, through torchvision.
-        test_share: of the samples, drawn at random once and for all, where a folder has no train/ and test/.
+        test_share: Share of the samples for testing, drawn once and for all, where a folder has no train/ and test/.
 
     Raises:
         UserError: for missing data, saying which files go where, and for a damaged file, by its name.

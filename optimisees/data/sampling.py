@@ -58,7 +58,7 @@ class Sampling:
         return chosen[order[place * size : (place + 1) * size]]
 
     def evaluated(self, split: Split, seed: int) -> Tensor:
-        """What an evaluation takes."""
+        """Indices of the samples that an evaluation uses."""
         members, few = self.members(split, seed), self.evaluation_samples
         if few is not None and few < len(members):
             members = members[_permutation(len(members), seed_of("evaluation samples", split))[:few]]

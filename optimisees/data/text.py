@@ -26,7 +26,7 @@ class Vocabulary(NamedTuple):
 
     Attributes:
         tokens: all different.
-        unit: what a token is, beside `<eos>`.
+        unit: Kind of a token other than `<eos>`.
     """
 
     tokens: tuple[str, ...]
@@ -69,7 +69,7 @@ class Vocabulary(NamedTuple):
         return " ".join(parts).replace(" \n", "\n").replace("\n ", "\n")
 
     def facts(self) -> dict[str, object]:
-        """What JSON can say of it."""
+        """Tokens and unit, for JSON."""
         return {"tokens": list(self.tokens), "unit": self.unit}
 
 
@@ -88,7 +88,7 @@ class Corpus(NamedTuple):
         return cls(vocabulary, none, none, none)
 
     def digest(self) -> str:
-        """What tells it from all others."""
+        """A digest of vocabulary and texts."""
         found = hashlib.sha256(repr(self.vocabulary).encode())
         for text in self[1:]:
             found.update(f"{len(text)}".encode() + text.numpy().tobytes())
@@ -105,10 +105,10 @@ def files(train: str, valid: str, test: str, unit: Unit = "word") -> Corpus:
     """Any three text files in UTF-8.
 
     Args:
-        train: its path.
-        valid: likewise.
-        test: likewise.
-        unit: whether a token is a word (what white space separates) or a character.
+        train: Path of the training text.
+        valid: Path of the validation text.
+        test: Path of the test text.
+        unit: Whether a token is a word (what white space separates) or a character.
 
     Raises:
         UserError: for a file that is missing, empty, not UTF-8, or without any token.
@@ -122,8 +122,8 @@ def ptb(root: str | None = None, unit: Unit = "word") -> Corpus:
     """Mikolov's Penn Treebank, `ptb/ptb.{train,valid,test}.txt` under the root: 10,000 words.
 
     Args:
-        root: the folder of data sets; by default that which the environment variable `L2LOPT_DATA` names.
-        unit: see `files`.
+        root: Folder of the data sets; by default the value of the environment variable `L2LOPT_DATA`.
+        unit: Kind of a token, see `files`.
 
     Raises:
         UserError: without a root, and as `files`.

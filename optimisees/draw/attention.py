@@ -28,7 +28,7 @@ class Window(NamedTuple):
     intensity: Tensor
 
     def read(self, images: Tensor) -> Tensor:
-        """What the filters see, γ F_Y x F_Xᵀ of every channel: [..., C, B, A] to [..., C, N, N]."""
+        """The image through the filters, γ F_Y x F_Xᵀ for every channel: [..., C, B, A] to [..., C, N, N]."""
         seen = self.rows.unsqueeze(-3) @ images @ self.columns.unsqueeze(-3).mT
         return self.intensity[..., None, None, None] * seen
 

@@ -28,9 +28,9 @@ class Counts(NamedTuple):
     """Parameters of a DRAW.
 
     Attributes:
-        total: of all.
-        encoder: of its cell.
-        decoder: likewise.
+        total: Number of all parameters.
+        encoder: Number in the encoder's cell.
+        decoder: Number in the decoder's cell.
     """
 
     total: int
@@ -52,25 +52,25 @@ class Draw(Optimisee):
     Args:
         dataset: "mnist", "svhn", "cifar10", or a folder of images; see `images.load`, as for the next three. Or the
             images themselves, uint8.
-        size: to which the images of a folder are scaled.
-        data: the folder that data sets lie in; by default what L2LOPT_DATA says.
-        download: fetch what is missing.
-        binarise: what x is: "no", the grey values as they are; "threshold", 1 above one half; "sampled", 1 with the
+        size: Side length to which the images of a folder are scaled.
+        data: Folder of the data sets; by default the value of L2LOPT_DATA.
+        download: Whether missing files are fetched.
+        binarise: Values of x: "no", the grey values as they are; "threshold", 1 above one half; "sampled", 1 with the
             grey value's probability, drawn anew in every batch, for evaluation once and for all.
-        encoder: its cell, a name or a table of name and options.
-        decoder: likewise.
-        hidden_size: of both.
-        latent_size: of z in each step.
-        steps: T.
-        attention: whether there are windows; without them every step reads and writes whole images.
-        read: N of the reading window's N×N filters.
-        write: of the writing window's.
-        batch_size: images a step.
-        heldout: the share of training images held out of the split `inner`.
-        evaluation_samples: evaluate each split on that many of its images, drawn once and for all; none: on all.
-        evaluation_size: images evaluated at once.
-        dtype: of the parameters.
-        device: where the tensors live.
+        encoder: Cell of the encoder, a name or a table of name and options.
+        decoder: Cell of the decoder, given in the same form.
+        hidden_size: Size of h in both cells.
+        latent_size: Size of z in each step.
+        steps: Number T of steps.
+        attention: Whether there are windows; without them every step reads and writes whole images.
+        read: Size N of the reading window's N×N filters.
+        write: Size N of the writing window's filters.
+        batch_size: Number of images per step.
+        heldout: Share of training images held out of the split `inner`.
+        evaluation_samples: Number of images of each split to evaluate on, drawn once and for all; by default all.
+        evaluation_size: Number of images evaluated at once.
+        dtype: Data type of the parameters.
+        device: Device of all tensors.
 
     Raises:
         UserError: for values out of range, and cells that cannot have these sizes.
@@ -192,11 +192,11 @@ class Draw(Optimisee):
         draws of pixels.
 
         Args:
-            params: trained ones.
-            images: [n, C, B, A] in uint8; what they hold where they are unknown is not looked at.
-            known: bool, of a shape that broadcasts with the images'; `half` makes one.
-            rounds: at least 1.
-            seed: of the noise.
+            params: Trained parameters.
+            images: Images [n, C, B, A] in uint8; unknown pixels are not read.
+            known: Mask, True where a pixel is known, of a shape that broadcasts with the images'; `half` makes one.
+            rounds: Number of rounds, at least 1.
+            seed: Seed of the noise.
 
         Raises:
             UserError: for no rounds.
@@ -218,10 +218,10 @@ class Draw(Optimisee):
         Burda et al. 2016. It falls towards −log p(x) as K grows, on average; with K = 1 its mean is that of the loss.
 
         Args:
-            params: trained ones.
-            inputs: [n, C, B, A] in uint8, as they stand in a batch.
-            draws: K, a pass each.
-            seed: of the noise.
+            params: Trained parameters.
+            inputs: Images [n, C, B, A] in uint8, as in a batch.
+            draws: Number K of draws, one pass each.
+            seed: Seed of the noise.
 
         Raises:
             UserError: for no draws.
@@ -242,7 +242,7 @@ class Draw(Optimisee):
         return trail
 
     def fingerprint(self) -> dict[str, str]:
-        """Of the images."""
+        """The digest of the images."""
         return {"samples": digest(self.data)}
 
     def summary(self) -> str:
@@ -282,7 +282,7 @@ class Draw(Optimisee):
         return {"inputs": images.to(self.device), "noise": self._noise(len(index), *key)}
 
     def _cut(self, split: Split, seed: int, first: int) -> tuple[Batch, int]:
-        """A piece of an evaluation."""
+        """One batch of an evaluation, and its number of images."""
         index = self.sampling.evaluated(split, seed)[first : first + self.evaluation_size]
         return self._of(split, index, "whole", split, first), len(index)
 

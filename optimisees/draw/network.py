@@ -17,11 +17,11 @@ Shape = tuple[int, int, int]
 
 
 class Trail(NamedTuple):
-    """What a pass of T steps leaves, for n images.
+    """The record of a pass of T steps over n images.
 
     Attributes:
         canvases: c_1 … c_T, each [n, C, B, A], in logits.
-        windows: those written through, a step each; none without attention.
+        windows: Writing window of each step; none without attention.
         kl: Σ_t KL(q(z_t | x, z_<t) ‖ N(0, I)) [n], nats; 0 of a pass from the prior.
         log_ratio: Σ_t log N(z_t; 0, I) − log q(z_t | x, z_<t) [n] at the z drawn, nats; likewise.
     """
@@ -33,12 +33,12 @@ class Trail(NamedTuple):
 
 
 class Read(nn.Module):
-    """What the encoder gets of an image and of what is missing: both through a window that h_dec chooses, or whole.
+    """The encoder's input: an image and its error image, both through a window that h_dec chooses, or whole.
 
     Args:
-        shape: of an image.
-        hidden_size: of h_dec.
-        size: N of the window; None: no window.
+        shape: Channels, height and width of an image.
+        hidden_size: Size of h_dec.
+        size: Size N of the window; None: no window.
     """
 
     def __init__(self, shape: Shape, hidden_size: int, size: int | None) -> None:
@@ -56,12 +56,12 @@ class Read(nn.Module):
 
 
 class Write(nn.Module):
-    """What a step adds to the canvas: a patch, painted through a window that h_dec chooses, or a whole image.
+    """The addition of a step to the canvas: a patch, painted through a window that h_dec chooses, or a whole image.
 
     Args:
-        shape: of an image.
-        hidden_size: of h_dec.
-        size: N of the window; None: no window.
+        shape: Channels, height and width of an image.
+        hidden_size: Size of h_dec.
+        size: Size N of the window; None: no window.
     """
 
     def __init__(self, shape: Shape, hidden_size: int, size: int | None) -> None:
@@ -88,13 +88,13 @@ class Network(nn.Module):
     h_dec = RNN_dec(z_t); c_t = c_{t−1} + write(h_dec).
 
     Args:
-        shape: of an image.
-        encoder: its cell.
-        decoder: likewise.
-        hidden_size: of both.
-        latent_size: of z.
-        read: N of the reading window; None: no attention.
-        write: of the writing one; likewise.
+        shape: Channels, height and width of an image.
+        encoder: Cell of the encoder.
+        decoder: Cell of the decoder.
+        hidden_size: Size of h in both cells.
+        latent_size: Size of z.
+        read: Size N of the reading window; None: no attention.
+        write: Size of the writing window; None: no window.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class Painting(NamedTuple):
 
     Attributes:
         images: σ(c_t) [T, n, C, B, A], in [0, 1].
-        rectangles: of the writing windows [T, n, 4], see `Window.rectangle`; None without attention.
+        rectangles: Outlines of the writing windows [T, n, 4], see `Window.rectangle`; None without attention.
     """
 
     images: Tensor

@@ -19,10 +19,11 @@ def progress_grid(path: Path, images: Tensor, rectangles: Tensor | None, columns
     """Writes a PNG with a row for each image and a column for each of up to `columns` steps, the last among them.
 
     Args:
-        path: of the file.
-        images: [T, n, channels, height, width] in [0, 1], of 1 or 3 channels.
-        rectangles: drawn in, [T, n, 4]: top, left, bottom, right as centres of pixels, numbered from 0; or None.
-        columns: at most.
+        path: Path of the file.
+        images: Images of every step, [T, n, channels, height, width] in [0, 1], of 1 or 3 channels.
+        rectangles: Rectangles to draw in, [T, n, 4]: top, left, bottom, right as centres of pixels, numbered from 0;
+            or None.
+        columns: Largest number of columns.
     """
     steps = np.unique(np.linspace(0, len(images) - 1, min(columns, len(images))).round().astype(int)).tolist()
     cells = [_frame(images, rectangles, step, k) for k in range(images.shape[1]) for step in steps]
@@ -35,10 +36,10 @@ def animation(path: Path, images: Tensor, rectangles: Tensor | None, millisecond
     """Writes a GIF of every step, all images in a square; the last step, without rectangles, stays for two seconds.
 
     Args:
-        path: of the file.
-        images: see `progress_grid`.
-        rectangles: likewise.
-        milliseconds: of a step.
+        path: Path of the file.
+        images: Images of every step; see `progress_grid`.
+        rectangles: Rectangles to draw in; see `progress_grid`.
+        milliseconds: Duration of a step.
     """
     count = images.shape[1]
     side = ceil(sqrt(count))

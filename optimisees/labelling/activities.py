@@ -28,10 +28,10 @@ def activities(
     there. Channels are standardised by the windows of the training subjects alone.
 
     Args:
-        valid: the subjects of the split `heldout`.
-        test: the subjects that are never trained on; all others are trained on.
-        length: of the pieces that a subject's signal is cut into; the last one is shorter.
-        root: the folder of data sets; by default that which the environment variable `L2LOPT_DATA` names.
+        valid: Subjects of the split `heldout`.
+        test: Subjects that are never trained on; all others are trained on.
+        length: Time steps of the sequences that a subject's signal is cut into; the last one is shorter.
+        root: Folder of the data sets; by default the value of the environment variable `L2LOPT_DATA`.
 
     Raises:
         UserError: for missing or damaged files, subjects without a window, and if no others are left.

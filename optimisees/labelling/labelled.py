@@ -37,7 +37,7 @@ class Sequences(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What labels that were found are worth beside the true ones, each number in [0, 1].
+    """The quality of found labels beside the true ones, each number in [0, 1].
 
     Attributes:
         f1: over all labels, as the source of the data defines it.
@@ -66,13 +66,13 @@ class Labelled(NamedTuple):
     """A task of sequence labelling.
 
     Attributes:
-        classes: their names.
-        train: the training sequences.
-        valid: those of the split `heldout`.
-        test: those that are never trained on.
+        classes: Names of the classes.
+        train: Training sequences.
+        valid: Sequences of the split `heldout`.
+        test: Sequences that are never trained on.
         scored: (true, found) → scores.
-        tokens: the vocabulary, or None where inputs are real numbers.
-        rate: positions a second, where they are in time.
+        tokens: Vocabulary, or None where inputs are real numbers.
+        rate: Positions per second, where positions are times.
     """
 
     classes: tuple[str, ...]
@@ -84,7 +84,7 @@ class Labelled(NamedTuple):
     rate: float | None = None
 
     def digest(self) -> str:
-        """What tells it from all others."""
+        """A digest of classes, vocabulary and sequences."""
         found = hashlib.sha256(repr((self.classes, self.tokens)).encode())
         for part in (self.train, self.valid, self.test):
             for tensor in part[:3]:

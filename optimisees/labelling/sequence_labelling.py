@@ -42,17 +42,17 @@ class SequenceLabelling(Optimisee):
     one for all positions of a sequence.
 
     Args:
-        data: a task, or the choice of one in `DATA`.
+        data: Task, or the choice of one in `DATA`.
         cell: `deep-gru` (seed 003: a plain layer, GRUs above it), or of every layer, a name or a table of name and
             options.
-        layers: how many.
-        hidden_size: M, in each direction.
+        layers: Number of layers.
+        hidden_size: Size M of h in each direction.
         bidirectional: h_t = [h→, h←] of 2M numbers; without it only what has been seen up to t.
-        embedding_size: of tokens' vectors, where the inputs are tokens.
-        dropout: p.
-        batch_size: sequences in training.
-        dtype: of the parameters and of real inputs.
-        device: where the tensors live.
+        embedding_size: Size of tokens' vectors, where the inputs are tokens.
+        dropout: Probability p of a zero in a mask.
+        batch_size: Number of sequences per training step.
+        dtype: Data type of the parameters and of real inputs.
+        device: Device of all tensors.
 
     Raises:
         UserError: for values out of range and data that cannot be used.
@@ -94,7 +94,7 @@ class SequenceLabelling(Optimisee):
         self._whole = {split: (_batch(part), int(part.lengths.sum())) for split, part in self._splits.items()}
 
     def fingerprint(self) -> dict[str, str]:
-        """Of the sequences and their labels."""
+        """The digest of the sequences and their labels."""
         return {"data": self.data.digest()}
 
     def artefacts(self, params: Params, aux: Aux, folder: Path) -> None:
@@ -175,7 +175,7 @@ class SequenceLabelling(Optimisee):
 
     @property
     def width(self) -> int:
-        """Of h."""
+        """Size of h."""
         return (1 + self.bidirectional) * self.hidden_size
 
     def _labelling(self, params: Params, batch: Batch) -> Labelling:

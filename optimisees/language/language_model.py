@@ -3,7 +3,6 @@
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple
@@ -23,6 +22,7 @@ from l2lopt.sequence.masks import check_share, draw
 from optimisees.data.text import EOS, Corpus, corpus
 from optimisees.language.artefacts import VOCABULARY, continued, write_vocabulary
 from optimisees.language.references import NGrams
+from optimisees.language.windows import cut_windows
 
 _COLUMNS: Mapping[Split, int] = {"train": 10, "inner": 10, "heldout": 10, "test": 1}
 """Of the text in evaluation."""
@@ -34,9 +34,9 @@ class Counts(NamedTuple):
     """Parameters of a language model.
 
     Attributes:
-        total: of all.
-        recurrent: of the cells, without `gate_bias`: the papers' count.
-        gate_biases: of the cells' `gate_bias`.
+        total: Number of all parameters.
+        recurrent: Number in the cells, without `gate_bias`: the papers' count.
+        gate_biases: Number in the cells' `gate_bias`.
     """
 
     total: int
@@ -67,27 +67,27 @@ class LanguageModel(Optimisee):
     Dropout, in training alone, multiplies by masks of 0 and 1/(1 − p), one for all steps of a window.
 
     Args:
-        data: a corpus, or the choice of one in `text.CORPORA`.
-        cell: of every layer, a name or a table of name and options.
-        embedding_size: of the tokens' vectors and, as E is used twice, of the last layer.
-        hidden_size: of the other layers.
-        layers: how many.
-        word_dropout: p of the embedding's rows.
-        input_dropout: p of the first layer's input.
-        hidden_dropout: p of what goes from layer to layer.
-        output_dropout: p of the last layer's output.
-        weight_drop: p of every recurrent weight, see `cells.Cell.recurrent_weights`.
-        activation: α of the activation regularisation.
-        temporal: β of the temporal one.
-        batch_size: columns in training.
-        window: tokens of a full one.
-        variable: whether the lengths are drawn.
-        shifted: whether each seed begins to read at a place of its own in the text, so that short runs see all of it.
+        data: Corpus, or the choice of one in `text.CORPORA`.
+        cell: Cell of every layer, a name or a table of name and options.
+        embedding_size: Size of the tokens' vectors and, as E is used twice, of the last layer.
+        hidden_size: Size of the other layers.
+        layers: Number of layers.
+        word_dropout: Probability p for the embedding's rows.
+        input_dropout: Probability p for the first layer's input.
+        hidden_dropout: Probability p between two layers.
+        output_dropout: Probability p for the last layer's output.
+        weight_drop: Probability p for every recurrent weight, see `cells.Cell.recurrent_weights`.
+        activation: Factor α of the activation regularisation.
+        temporal: Factor β of the temporal regularisation.
+        batch_size: Number of columns in training.
+        window: Number of tokens of a full window.
+        variable: Whether the lengths are drawn.
+        shifted: Whether each seed begins to read at a place of its own in the text, so that short runs see all of it.
         initial: `authors` sets the initial values of the cells' authors, see `cells.init_as_published`.
-        evaluation_tokens: read from the start of each text in evaluation; all by default.
+        evaluation_tokens: Number of tokens of each text to evaluate on, from its start; by default all.
         backend: the layers' way through time, "auto", "fast" or "loop", see `sequence.Stack`.
-        dtype: of the parameters.
-        device: where the tensors live. Masks are drawn there: other kinds of devices draw other ones.
+        dtype: Data type of the parameters.
+        device: Device of all tensors. Masks are drawn there: other kinds of devices draw other ones.
 
     Raises:
         UserError: for values out of range and texts that are too short.
@@ -221,7 +221,7 @@ class LanguageModel(Optimisee):
         return begins[number]
 
     def fingerprint(self) -> dict[str, str]:
-        """Of the texts."""
+        """The digest of the texts."""
         return {"corpus": self.texts.digest()}
 
     def artefacts(self, params: Params, aux: Aux, folder: Path) -> None:
@@ -250,11 +250,11 @@ class LanguageModel(Optimisee):
         """Goes on after a prompt [T], a token at a time, each drawn from P^(1/temperature).
 
         Args:
-            params: trained ones.
-            prompt: tokens, read after a line's end.
-            tokens: how many to draw.
-            temperature: at least 0; at 0 the likeliest is taken.
-            seed: of the draws.
+            params: Trained parameters.
+            prompt: Tokens, read after a line's end.
+            tokens: Number of tokens to draw.
+            temperature: Boldness of the draws, at least 0; at 0 the likeliest token is taken.
+            seed: Seed of the draws.
         """
         at_least_0("sample", temperature=temperature)
         source, states = generator("sample", seed), self._blank(1)
@@ -358,7 +358,7 @@ class LanguageModel(Optimisee):
             found, remedy = f"{len(self._text(split))}", "lower batch_size, or give a longer text"
             expected = f"at least {2 * self.batch_size} tokens for {self.batch_size} columns"
             raise UserError(f"language-model: {split}", expected=expected, found=found, remedy=remedy)
-        return _cut(rows, self.window, seed_of("windows", number) if self.variable else None)
+        return cut_windows(rows, self.window, seed_of("windows", number) if self.variable else None)
 
 
 def _embedded(params: Params, tokens: Tensor) -> Tensor:
@@ -370,22 +370,6 @@ def _in_columns(text: Tensor, columns: int) -> Tensor:
     """A text [N] as columns [N // columns, columns], one after the other; what is over is left out."""
     rows = len(text) // columns
     return text[: rows * columns].view(columns, rows).T.contiguous()
-
-
-@lru_cache(maxsize=64)
-def _cut(rows: int, window: int, seed: int | None) -> tuple[int, ...]:
-    """Windows of `rows` tokens, as in `LanguageModel`; a last one of a single token joins the one before."""
-    if seed is None:
-        ends = torch.arange(window, max(rows, window), window)
-    else:
-        source, most = torch.Generator().manual_seed(seed), rows // 5 + 1
-        base = torch.where(torch.rand(most, generator=source) < 0.95, window, window / 2)
-        lengths = (base + 5 * torch.randn(most, generator=source)).int().clamp(min=5)
-        ends = lengths.cumsum(0)
-    begins = [0, *ends[ends < rows].tolist(), rows]
-    if len(begins) > 2 and begins[-1] - begins[-2] == 1:
-        del begins[-2]
-    return tuple(begins)
 
 
 def _named(state: StackState) -> Aux:

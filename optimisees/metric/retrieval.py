@@ -21,8 +21,8 @@ class Retrieval(NamedTuple):
 
     Attributes:
         recall: k → the share of queries with one of their class among the k nearest.
-        mean_average_precision: of the rankings by distance; queries whose class no other subject has are left out;
-            NaN if that is all.
+        mean_average_precision: Mean over queries of the average precision of the ranking by distance. Queries whose
+            class no other subject has are left out; NaN if none is left.
         accuracy: k → the share of queries whose class most of the k nearest have.
     """
 
@@ -32,7 +32,7 @@ class Retrieval(NamedTuple):
 
 
 def retrieval(distances: Tensor, labels: Tensor, subjects: Tensor, ks: tuple[int, ...] = (1, 5, 10)) -> Retrieval:
-    """Every window as a query.
+    """Retrieval with every window as a query.
 
     Args:
         distances: [n, n], from rows to columns.

@@ -41,18 +41,18 @@ class SequenceMetric(Optimisee):
     `heldout_subjects` and `inner` the rest. Channels are standardised by the mean and deviation of `inner`.
 
     Args:
-        test_subjects: left out of training.
-        heldout_subjects: of the others, for validation and meta-training.
-        encoder: one of `ENCODERS`.
-        hidden_size: M.
+        test_subjects: Subjects left out of training.
+        heldout_subjects: Further subjects, for validation and meta-training.
+        encoder: Name in `ENCODERS`.
+        hidden_size: Size M of the hidden state.
         distance: "euclidean" or "cosine".
-        loss: the options of `StructuralLoss`.
-        per_class: windows of every activity in a batch.
-        evaluation_size: windows in a batch of an evaluation.
-        evaluation_windows: how many of a split an evaluation looks at, always the same; all by default.
-        data: the folder of the data sets, by default what L2LOPT_DATA says; or windows.
-        dtype: of the parameters and windows.
-        device: where tensors live.
+        loss: Options of `StructuralLoss`.
+        per_class: Number of windows of every activity in a batch.
+        evaluation_size: Number of windows in a batch of an evaluation.
+        evaluation_windows: Number of windows of a split that an evaluation uses, always the same; by default all.
+        data: Folder of the data sets, by default the value of L2LOPT_DATA; or windows.
+        dtype: Data type of the parameters and windows.
+        device: Device of all tensors.
 
     Raises:
         UserError: for values out of range, missing or malformed data, and a split without an activity.
@@ -100,7 +100,7 @@ class SequenceMetric(Optimisee):
             self._members(split)
 
     def fingerprint(self) -> dict[str, str]:
-        """Of all windows, before any split."""
+        """The digest of all windows, before any split."""
         return {"windows": self._digest}
 
     def init(self, seed: int) -> tuple[Params, Aux]:

@@ -17,7 +17,7 @@ def warped(left: Tensor, right: Tensor, band: int) -> Tensor:
     Args:
         left: x [P, channels, T].
         right: y [P, channels, T].
-        band: at least 0, where it is the Euclidean distance.
+        band: Largest |i − j|, at least 0; at 0 the result is the Euclidean distance.
 
     Returns:
         [P].

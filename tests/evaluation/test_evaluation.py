@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+import oracles
 import pytest
 import torch
 from scipy import stats
@@ -10,12 +11,11 @@ from scipy import stats
 import optimisees
 from l2lopt import optimisers
 from l2lopt.core.errors import UserError
-from l2lopt.core.types import seed_of
+from l2lopt.core.types import Layout, seed_of
 from l2lopt.evaluation import comparison
 from l2lopt.evaluation.comparison import TunedRun, interval
 from l2lopt.evaluation.free_runs import record_steps, run_free
 from l2lopt.evaluation.settings import Baseline, EvaluationSettings, half_decades
-from l2lopt.experiments import cost_forecast
 from l2lopt.optimisers import SGD, Optimiser
 
 
@@ -208,17 +208,26 @@ def test_a_run_that_ends_above_its_first_training_loss_has_diverged():
     assert {row.diverged for row in comparison.compare({"rule": run}, [5]).table} == {1}
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.5, "0.5 s"),
-        (9.94, "9.9 s"),
-        (110, "110 s"),
-        (119, "119 s"),
-        (120, "2.0 min"),
-        (6000, "100 min"),
-        (7200, "2.0 h"),
-    ],
-)
-def test_durations_are_said_in_whole_numbers_or_two_digits(seconds, text):
-    assert cost_forecast.format_duration(seconds) == text
+@pytest.mark.parametrize("optimiser", ["sgd", "momentum", "normalised-adam"])
+def test_a_cosine_is_for_any_optimiser(quadratic, optimiser):
+    """Its updates fall to nothing at the horizon, after a warm-up over a twentieth of it."""
+    baseline = Baseline(optimiser=optimiser, rates=[0.01], schedule="cosine")
+    layout, theta = Layout(("theta",), ((4,),)), torch.ones(4, dtype=torch.float64)
+    sizes = {}
+    for schedule in ("cosine", "constant"):
+        rule = baseline.model_copy(update={"schedule": schedule}).build(0.01, 40)
+        state, sizes[schedule] = rule.init(layout, like=theta), []
+        for _ in range(41):
+            change, state = rule.update(torch.ones_like(theta), state, theta)
+            sizes[schedule].append(float(change.norm()))
+    ratios = [one / other for one, other in zip(sizes["cosine"], sizes["constant"], strict=True)]
+    assert ratios == pytest.approx([oracles.warm_up_cosine(step, 2, 40) for step in range(41)], abs=1e-15)
+    assert comparison.evaluate({}, quadratic, settings(baselines=[baseline])).chosen[optimiser][12].length == 12
+
+
+def test_a_schedule_of_its_own_ends_at_the_horizon():
+    choice = {"name": "scheduled", "optimiser": "momentum", "shape": "linear"}
+    built = Baseline(optimiser=choice, rates=[0.1], schedule="cosine").build(0.1, 40)
+    assert (built.shape, built.warm_up, built.total, built.optimiser.lr) == ("linear", 2, 40, 0.1)
+    constant = Baseline(optimiser={**choice, "total": 7}, rates=[0.1]).build(0.1, 40)
+    assert (constant.warm_up, constant.total) == (0, 7)

@@ -1,7 +1,9 @@
 """An application of the user's, in a module that no file of this project knows: it trains, samples, and is studied."""
 
+import ast
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import tomli_w
@@ -230,3 +232,15 @@ def test_a_mistake_in_the_name_ends_in_one_line_and_code_2(tmp_path, monkeypatch
     assert (code, err.count("\n")) == (2, 1)
     assert message in err
     assert not (tmp_path / "run").exists()
+
+
+def test_no_module_of_the_library_knows_an_application():
+    """Only the registry of optimisees is imported, and only by experiments."""
+    root, allowed = Path(__file__).parents[2] / "l2lopt", {"OPTIMISEES", "artefact_files", "build", "class_of", "make"}
+    for path in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert not any(name.startswith("optimisees.") for name in names), path
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "optimisees":
+                assert (node.module, path.parent.name) == ("optimisees", "experiments"), path
+                assert {alias.name for alias in node.names} <= allowed, path

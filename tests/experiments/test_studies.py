@@ -138,6 +138,29 @@ def test_an_optimiser_can_be_taken_as_it_is(made, tmp_path):
     assert not (home / "control-0" / "optimiser.safetensors").exists()
 
 
+def test_a_class_of_another_package_is_a_baseline(tmp_path):
+    """From the study's file to the table, beside ours, which it equals; nothing is made twice."""
+    baselines = [
+        {"optimiser": "adam", "rates": [0.01, 0.1]},
+        {"optimiser": {"name": "torch.optim:Adam"}, "rates": [0.01, 0.1]},
+        {"optimiser": {"name": "torch.optim:Muon", "rest": "adamw"}, "rates": [0.03], "schedule": "cosine"},
+    ]
+    config = {**CONFIG, "evaluation": {**CONFIG["evaluation"], "baselines": baselines}}
+    given = {**STUDY["optimisers"][0], "optimiser": {"name": "normalised-adam", "lr": 0.01}}
+    source = written(tmp_path, {**STUDY, "optimisers": [given]}, config)
+    comparison_study.reproduce(source, tmp_path / "run")
+    first = table(tmp_path / "run")
+    means = {(row["optimiser"], row["horizon"], row["split"]): row["mean"] for row in first["Small, MLP"]["table"]}
+    for (name, *place), mean in means.items():
+        if name == "adam":
+            assert means["torch.optim:Adam", *place] == pytest.approx(mean, rel=1e-5)
+    assert first["Small, MLP"]["chosen"]["torch.optim:Muon"].keys() == {"2", "5"}
+    assert (tmp_path / "run" / "small-mlp" / "torch-optim-adam.json").exists()
+    (tmp_path / "run" / "small-mlp" / "torch-optim-adam.json").unlink()  # its groups stay
+    comparison_study.reproduce(source, tmp_path / "run")
+    assert table(tmp_path / "run") == first
+
+
 @pytest.mark.slow
 def test_jobs_side_by_side_make_the_same_table(made, tmp_path):
     seen, other = [], {"label": "Larger", "changes": ["optimisee.hidden=[3]"]}

@@ -22,6 +22,7 @@ from l2lopt.experiments.config import TrainConfig
 from optimisees.data.text import Corpus, Vocabulary
 from optimisees.language import language_model
 from optimisees.language.language_model import LanguageModel
+from optimisees.language.windows import cut_windows
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 LONG = Corpus(Vocabulary(tuple("abcdefg"), "word"), *(torch.arange(count) ** 2 % 7 for count in (1000, 600, 300)))
@@ -131,7 +132,7 @@ def test_windows_follow_one_another_through_the_text(split, seed):
 
 @given(rows=st.integers(1, 400), window=st.integers(1, 90), seed=st.one_of(st.none(), st.integers(0, 2**40)))
 def test_windows_cover_every_row_once(rows, window, seed):
-    begins = language_model._cut(rows, window, seed)
+    begins = cut_windows(rows, window, seed)
     lengths = [b - a for a, b in pairwise(begins)]
     assert (begins[0], begins[-1]) == (0, rows)
     assert all(length >= (5 if seed is not None else window) for length in lengths[:-1])
@@ -142,7 +143,7 @@ def test_windows_cover_every_row_once(rows, window, seed):
 
 def test_lengths_have_the_recipes_distribution():
     """95 % of N(70, 5²), the rest of N(35, 5²), cut to whole numbers."""
-    begins = language_model._cut(2_000_000, 70, 1)
+    begins = cut_windows(2_000_000, 70, 1)
     lengths = torch.tensor(begins).diff().double()[:-1]
     short = lengths < 52
     assert short.double().mean().item() == pytest.approx(0.05, abs=0.005)

@@ -11,7 +11,7 @@ from torch import nn
 from l2lopt import estimators, optimisers
 from l2lopt.core.errors import UserError
 from l2lopt.core.types import Carry, Layout, Step, Target, seed_of
-from l2lopt.experiments import config
+from l2lopt.experiments import build
 from l2lopt.optimisee import flat_loss
 from l2lopt.training.train import TrainSettings, train
 from optimisees import ModuleOptimisee
@@ -172,7 +172,7 @@ def half_frozen():
 def test_no_optimiser_fits_a_module_whose_parameters_are_all_frozen():
     frozen = module_optimisee(nn.Flatten, lambda: nn.Linear(IMAGES.train_inputs[0].numel(), 3).requires_grad_(False))
     with pytest.raises(UserError, match="expected one dtype, found no parameters; let some require a gradient"):
-        config.fitting(optimisers.make("coordinatewise", hidden_size=3), [frozen])
+        build.fitting(optimisers.make("coordinatewise", hidden_size=3), [frozen])
 
 
 @pytest.mark.parametrize("unroll", ["taped", "higher"])

@@ -1,0 +1,103 @@
+"""The forecast of costs: every optimiser by its own step, whatever the clock says."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from l2lopt.evaluation.free_runs import Curves
+from l2lopt.evaluation.settings import Baseline
+from l2lopt.experiments import build, config, cost_forecast
+from l2lopt.experiments.cost_forecast import PlannedRun, forecast, format_duration
+from l2lopt.optimisers import SGD, Coordinatewise
+
+CONFIG = {
+    "optimisee": {"name": "quadratic", "size": 3},
+    "optimiser": {"name": "coordinatewise", "hidden_size": 2},
+    "unroll": {"length": 4},
+    "meta": {"updates": 6, "batch": 2, "validate_every": 3},
+    "validation": {"seeds": 2, "horizons": [2, 5]},
+    "evaluation": {
+        "seeds": 3,
+        "steps": 10,
+        "horizons": [4],
+        "tuning_seeds": 2,
+        "baselines": [
+            {"optimiser": "sgd", "rates": [0.1, 1.0]},
+            {"optimiser": "adam", "rates": [0.01, 0.1, 1.0], "schedule": "cosine"},
+            {"optimiser": "torch.optim:LBFGS", "rates": [1.0]},
+        ],
+    },
+}
+STEP = {"learned": 1e6, "sgd": 1.0, "adam": 10.0, "torch.optim:LBFGS": 100.0}
+
+
+@dataclass
+class Clock:
+    """Free runs that take the time the table says."""
+
+    asked: list
+
+    def run_free(self, optimiser, optimisee, seeds, record, splits=()):
+        name = "learned" if isinstance(optimiser, Coordinatewise) else "sgd" if isinstance(optimiser, SGD) else None
+        name = name or ("adam" if isinstance(optimiser, torch.nn.Module) else optimiser.name)
+        self.asked.append(name)
+        return Curves([], {}, torch.zeros(1), STEP[name])
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    found = Clock([])
+    monkeypatch.setattr(cost_forecast, "run_free", found.run_free)
+    monkeypatch.setattr(cost_forecast.kernels, "fast", lambda optimiser, backend: optimiser)
+    monkeypatch.setattr(cost_forecast, "_seconds", lambda work: 0.0)  # evaluations and unrolls are free
+    return found
+
+
+def test_every_baseline_has_its_own_cost(clock):
+    """Runs of 10 steps: 3 reported, and 2 problems for each rate, with a cosine at every horizon, 4 and 10."""
+    settings = config.load(CONFIG)
+    costs = {one.name: forecast([PlannedRun(settings, one)])["baselines"] for one in settings.evaluation.baselines}
+    expected = {
+        "sgd": 1.0 * (3 * 10 + 2 * 2 * 10),
+        "adam": 10.0 * (3 * 10 + 2 * 3 * (4 + 10)),
+        "torch.optim:LBFGS": 100.0 * (3 * 10 + 2 * 1 * 10),
+    }
+    assert costs == pytest.approx(expected)
+    clock.asked.clear()
+    whole = forecast([PlannedRun(settings, one) for one in settings.evaluation.baselines])
+    assert whole["baselines"] == pytest.approx(sum(expected.values()))
+    assert clock.asked.count("sgd") == clock.asked.count("learned") == 2  # measured once, after a first try
+
+
+def test_meta_seeds_share_a_measurement_and_a_rest_costs_its_share(clock):
+    one, other = (config.load(CONFIG, [f"seed={seed}", f"label='{seed}'"]) for seed in (0, 1))
+    costs = forecast([PlannedRun(one, None, 1.0), PlannedRun(other, None, 0.25)])
+    assert clock.asked == ["learned", "learned"]
+    assert costs["free runs"] == pytest.approx(2 * 1e6 * 3 * 10)
+    assert costs["meta-training"] == pytest.approx(1.25 * 3 * 2 * 5 * 1e6)  # three validations, unrolls are free
+    assert costs["baselines"] == 0
+
+
+def test_the_clock_itself(monkeypatch):
+    """Without the table of times: some positive number for every kind of step."""
+    settings = config.load(CONFIG)
+    costs = cost_forecast.measure_costs(build.build(settings), [Baseline(optimiser="torch.optim:Adam", rates=[0.1])])
+    assert min(costs.learned, costs.unrolled, *costs.evaluations.values(), *costs.baselines.values()) > 0
+    assert set(costs.baselines) == {"torch.optim:Adam"}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.5, "0.5 s"),
+        (9.94, "9.9 s"),
+        (110, "110 s"),
+        (119, "119 s"),
+        (120, "2.0 min"),
+        (6000, "100 min"),
+        (7200, "2.0 h"),
+    ],
+)
+def test_durations_are_whole_numbers_or_two_digits(seconds, text):
+    assert format_duration(seconds) == text

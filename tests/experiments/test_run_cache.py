@@ -1,0 +1,104 @@
+"""The store of free runs: what was made once is read again, what differs is not mistaken for it."""
+
+import json
+import math
+
+import pytest
+import torch
+
+import optimisees
+from l2lopt.evaluation.comparison import OptimiserRun, TunedRun, baseline_run
+from l2lopt.evaluation.free_runs import Curves
+from l2lopt.evaluation.settings import Baseline, EvaluationSettings
+from l2lopt.experiments.run_cache import FileCache, file_digest, read_run, write_run
+
+CURVES = Curves(
+    [0, 3],
+    {"train": torch.tensor([[1.5, 2.0], [math.nan, math.inf]]), "test": torch.tensor([[0.1, 0.2], [0.3, 0.4]])},
+    torch.tensor([1.0, math.nan]),
+    0.25,
+)
+
+
+def counted(curves=CURVES):
+    calls = []
+    return calls, lambda: calls.append(1) or curves
+
+
+def same(one, other):
+    """Equal but for numbers that are not finite, which are all NaN in a file."""
+    expected = torch.where(other.isfinite(), other, torch.nan)
+    return torch.equal(one.nan_to_num(nan=-1), expected.nan_to_num(nan=-1))
+
+
+def test_a_group_is_made_once(tmp_path):
+    calls, make = counted()
+    cache = FileCache(tmp_path / "runs", {"optimisee": "mlp"})
+    assert cache({"seeds": [1], "rates": 0.1}, make) is CURVES
+    again = FileCache(tmp_path / "runs", {"optimisee": "mlp"})({"rates": 0.1, "seeds": [1]}, make)
+    assert len(calls) == 1
+    assert (again.steps, again.seconds) == (CURVES.steps, CURVES.seconds)
+    assert same(again.first, CURVES.first)
+    assert all(same(again.losses[split], CURVES.losses[split]) for split in CURVES.losses)
+
+
+@pytest.mark.parametrize("work", [{"optimisee": "convnet"}, {"optimisee": "mlp", "weights": "a"}])
+def test_another_work_is_made_anew(tmp_path, work):
+    calls, make = counted()
+    FileCache(tmp_path, {"optimisee": "mlp"})({"seeds": [1]}, make)
+    FileCache(tmp_path, work)({"seeds": [1]}, make)
+    FileCache(tmp_path, {"optimisee": "mlp"})({"seeds": [2]}, make)
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"work": 1}', None])
+def test_a_damaged_group_is_made_anew(tmp_path, damage):
+    calls, make = counted()
+    cache = FileCache(tmp_path, {})
+    cache({"seeds": [1]}, make)
+    (path,) = tmp_path.iterdir()
+    facts = json.loads(path.read_text())
+    path.write_text(json.dumps({**facts, "losses": {"train": [["much"]]}}) if damage is None else damage)
+    cache({"seeds": [1]}, make)
+    assert len(calls) == 2
+    cache({"seeds": [1]}, make)
+    assert len(calls) == 2
+
+
+def test_a_run_is_read_as_it_was_written(tmp_path):
+    losses = {split: {0: rows[0], 3: rows[1]} for split, rows in CURVES.losses.items()}
+    run = OptimiserRun("baseline", losses, CURVES.first, 0.5, {3: TunedRun(0.1, 3)}, ["an edge"])
+    work = {"seed": 0, "evaluation": {"steps": 3}}
+    write_run(tmp_path / "run.json", work, run)
+    again = read_run(tmp_path / "run.json", work)
+    assert (again.kind, again.seconds, again.chosen, again.warnings) == ("baseline", 0.5, run.chosen, run.warnings)
+    assert all(same(again.losses[split][step], losses[split][step]) for split in losses for step in (0, 3))
+    assert read_run(tmp_path / "run.json", {**work, "seed": 1}) is None
+    assert read_run(tmp_path / "none.json", work) is None
+    (tmp_path / "run.json").write_text('{"work": {"seed": 0')
+    assert read_run(tmp_path / "run.json", work) is None
+
+
+def test_the_cache_serves_a_comparison(tmp_path, monkeypatch):
+    """Baselines of both kinds: the second time no run is made, and the losses are those of the first."""
+    quadratic = optimisees.make("quadratic", size=3)
+    settings = EvaluationSettings(seeds=2, steps=6, horizons=[3], tuning_seeds=1)
+    cache = FileCache(tmp_path, {"optimisee": "quadratic"})
+
+    def runs():
+        for choice in ("adam", "torch.optim:RMSprop"):
+            one = FileCache(tmp_path, {**cache.work, "optimiser": choice})
+            baseline = Baseline(optimiser=choice, rates=[0.01, 0.1])
+            yield baseline_run(baseline, quadratic, settings, cache=one)
+
+    first = list(runs())
+    monkeypatch.setattr("l2lopt.evaluation.free_runs.run_free", None)
+    for one, other in zip(first, runs(), strict=True):
+        assert one.chosen == other.chosen
+        assert all(torch.equal(row, other.losses["test"][step]) for step, row in one.losses["test"].items())
+
+
+def test_a_files_digest_is_that_of_its_content(tmp_path):
+    assert file_digest(tmp_path / "none") is None
+    (tmp_path / "a").write_bytes(b"abc")
+    assert file_digest(tmp_path / "a").startswith("ba7816bf")
