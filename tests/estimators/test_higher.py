@@ -166,7 +166,7 @@ def test_a_module_loss_is_the_flat_loss():
 
 def test_an_optimisee_offers_no_parts_unless_it_says_so():
     assert Quadratic(4).module_parts() is None
-    assert Quadratic.parts is Optimisee.parts
+    assert Quadratic.module_parts is Optimisee.module_parts
     assert not isinstance(problem("sgd", "quadratic").loss, ModuleLoss)
 
 
