@@ -12,8 +12,9 @@ from torch.func import vmap
 from torch.utils import _pytree as pytree
 
 from l2lopt.core.errors import UserError
+from l2lopt.core.layout import Layout, Params
 from l2lopt.core.references import References
-from l2lopt.core.types import Aux, Batch, Layout, Loss, ModuleLoss, ModuleParts, Params, stack
+from l2lopt.core.types import Aux, Batch, Loss, ModuleLoss, ModuleParts, stack
 
 Split: TypeAlias = Literal["train", "inner", "heldout", "test"]
 """`train`: the training samples. `inner` and `heldout`: the same samples, divided anew by each seed, for meta-training

@@ -9,7 +9,9 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from l2lopt.core.errors import UserError, above_0
-from l2lopt.core.types import Aux, Batch, ModuleParts, Params, generator, seed_of, seeded
+from l2lopt.core.layout import Params
+from l2lopt.core.seeding import generator, seed_of, seeded
+from l2lopt.core.types import Aux, Batch, ModuleParts
 from l2lopt.optimisee import Optimisee, Split
 from optimisees.data.datasets import InMemory, digest
 from optimisees.data.sampling import Sampling

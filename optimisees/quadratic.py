@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from l2lopt.core.errors import UserError
-from l2lopt.core.types import Aux, Batch, Params, generator
+from l2lopt.core.layout import Params
+from l2lopt.core.seeding import generator
+from l2lopt.core.types import Aux, Batch
 from l2lopt.optimisee import Optimisee, Split
 
 

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from l2lopt import cells, estimators, optimisers
 from l2lopt.core.groupings import Computed
-from l2lopt.core.types import Carry, Layout, Step, Target
+from l2lopt.core.layout import Layout
+from l2lopt.core.types import Carry, Step, Target
 from l2lopt.optimisee import batch_rows, flat_loss, init_rows
 from l2lopt.optimisers import inputs, rules
 from optimisees import (

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.func import functional_call, grad, vmap
 from torch.utils import _pytree as pytree
 
-from l2lopt.core.types import Carry, Layout, OptimiserState, stack
+from l2lopt.core.layout import Layout
+from l2lopt.core.types import Carry, OptimiserState, stack
 from l2lopt.estimators.exchange import Playback, Recorder
 from l2lopt.estimators.record import copies_of
 from l2lopt.optimisee import Optimisee, batch_rows, evaluate_rows, flat_loss, init_rows

@@ -5,8 +5,9 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
 
+from l2lopt.core.layout import Params
 from l2lopt.core.settings import Settings
-from l2lopt.core.types import Params, Report
+from l2lopt.core.types import Report
 
 Result: TypeAlias = Mapping[str, Any]
 """The result of one run in a study, by name: whatever JSON can say. A number that is not finite is None."""

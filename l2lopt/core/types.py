@@ -8,12 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from l2lopt.core.layout import Layout as Layout
-from l2lopt.core.layout import Params as Params
-from l2lopt.core.layout import Shards as Shards
-from l2lopt.core.seeding import generator as generator
-from l2lopt.core.seeding import seed_of as seed_of
-from l2lopt.core.seeding import seeded as seeded
+from l2lopt.core.layout import Layout, Params
 
 Aux: TypeAlias = dict[str, Tensor]
 """What the loss itself moves: running statistics, a hidden state. Detached."""

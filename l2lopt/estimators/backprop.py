@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from l2lopt.core.errors import UserError
-from l2lopt.core.types import Carry, Loss, Params, Step, Update, detach
+from l2lopt.core.layout import Params
+from l2lopt.core.types import Carry, Loss, Step, Update, detach
 from l2lopt.estimators.base import MetaGradient, Unroll, UnrollState
 from l2lopt.estimators.loss_and_gradient import Measured, Objective, gradient_of, measure, term
 

@@ -7,7 +7,8 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from l2lopt.core.types import Carry, Loss, Params, Step, Update
+from l2lopt.core.layout import Params
+from l2lopt.core.types import Carry, Loss, Step, Update
 from l2lopt.estimators.memory_plan import Plan
 
 UnrollState: TypeAlias = Any

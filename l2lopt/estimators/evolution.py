@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from l2lopt.core.errors import UserError, above_0
-from l2lopt.core.types import Carry, Loss, Params, Step, Update, detach, generator
+from l2lopt.core.layout import Params
+from l2lopt.core.seeding import generator
+from l2lopt.core.types import Carry, Loss, Step, Update, detach
 from l2lopt.estimators.base import MetaGradient, Unroll, UnrollState
 
 

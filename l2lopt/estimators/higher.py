@@ -7,7 +7,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from l2lopt.core.errors import UserError
-from l2lopt.core.types import Aux, Batch, Carry, Loss, ModuleLoss, Params, Step, Update
+from l2lopt.core.layout import Params
+from l2lopt.core.types import Aux, Batch, Carry, Loss, ModuleLoss, Step, Update
 from l2lopt.estimators.backprop import Taped
 from l2lopt.estimators.base import MetaGradient, Unroll, UnrollState
 

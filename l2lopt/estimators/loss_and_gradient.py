@@ -5,7 +5,8 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from l2lopt.core.types import Aux, Batch, Loss, Params, detach
+from l2lopt.core.layout import Params
+from l2lopt.core.types import Aux, Batch, Loss, detach
 
 Objective: TypeAlias = Literal["loss", "log-loss"]
 """What the meta-loss sums: the losses, or their logarithms."""

@@ -9,7 +9,8 @@ from scipy import stats
 from torch import Tensor
 
 from l2lopt.core.errors import UserError
-from l2lopt.core.types import Report, seed_of, silent
+from l2lopt.core.seeding import seed_of
+from l2lopt.core.types import Report, silent
 from l2lopt.evaluation.free_runs import Curves, RunCache, Runner, no_cache, record_steps, run_groups
 from l2lopt.evaluation.settings import SPLITS, Baseline, BaselineAtRates, EvaluationSettings
 from l2lopt.optimisee import Optimisee, Split

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from l2lopt.core.types import Aux, Layout, Params, Report, detach, seed_of, seeded, silent, stack
+from l2lopt.core.layout import Layout, Params
+from l2lopt.core.seeding import seed_of, seeded
+from l2lopt.core.types import Aux, Report, detach, silent, stack
 from l2lopt.evaluation.settings import SPLITS, BaselineAtRates
 from l2lopt.evaluation.torch_classes import OptimizerFactory
 from l2lopt.optimisee import Optimisee, Split, batch_rows, evaluate_rows, flat_loss, init_rows

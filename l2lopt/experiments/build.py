@@ -13,7 +13,8 @@ from l2lopt import estimators, kernels, optimisers
 from l2lopt.core import registry
 from l2lopt.core.errors import UserError
 from l2lopt.core.registry import Choice
-from l2lopt.core.types import Report, seed_of, silent
+from l2lopt.core.seeding import seed_of
+from l2lopt.core.types import Report, silent
 from l2lopt.estimators import Unroll
 from l2lopt.evaluation.free_runs import run_groups
 from l2lopt.experiments import from_python

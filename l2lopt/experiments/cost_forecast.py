@@ -9,7 +9,9 @@ from typing import NamedTuple
 import torch
 
 from l2lopt import kernels
-from l2lopt.core.types import Aux, Batch, Carry, Layout, Params, seed_of
+from l2lopt.core.layout import Layout, Params
+from l2lopt.core.seeding import seed_of
+from l2lopt.core.types import Aux, Batch, Carry
 from l2lopt.evaluation.free_runs import Runner, record_steps, run_free
 from l2lopt.evaluation.settings import SPLITS, Baseline
 from l2lopt.experiments import build

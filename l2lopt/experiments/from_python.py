@@ -17,9 +17,9 @@ from torch.utils import _pytree as pytree
 import optimisees
 from l2lopt import optimisers
 from l2lopt.core.errors import UserError
+from l2lopt.core.layout import Layout
 from l2lopt.core.registry import Choice
 from l2lopt.core.settings import Settings
-from l2lopt.core.types import Layout
 from l2lopt.optimisee import Optimisee, Split
 from l2lopt.optimisers import Optimiser
 from l2lopt.torch_optim.registry import TORCH

@@ -17,7 +17,7 @@ from torch.utils.data import (
 )
 
 from l2lopt.core.errors import UserError
-from l2lopt.core.types import generator, seeded
+from l2lopt.core.seeding import generator, seeded
 from optimisees.data.datasets import InMemory
 from optimisees.module import ModuleOptimisee
 

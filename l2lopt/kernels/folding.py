@@ -8,7 +8,7 @@ from torch import Tensor
 
 from l2lopt.cells.highway import Highway, Simplified
 from l2lopt.cells.lstm import LSTM, LSTMCore
-from l2lopt.core.types import Params
+from l2lopt.core.layout import Params
 from l2lopt.optimisers import Coordinatewise, Optimiser
 from l2lopt.optimisers.rules import DirectionAndMagnitude
 

@@ -13,8 +13,10 @@ from l2lopt import cells
 from l2lopt.cells.cell import Cell, affine
 from l2lopt.core import registry
 from l2lopt.core.errors import UserError
+from l2lopt.core.layout import Layout, Params
 from l2lopt.core.registry import Choice
-from l2lopt.core.types import Layout, OptimiserState, Params, seeded
+from l2lopt.core.seeding import seeded
+from l2lopt.core.types import OptimiserState
 from l2lopt.optimisers.base import Optimiser, blank, first_step
 from l2lopt.optimisers.inputs import INPUTS, Input, Loss, Sight
 from l2lopt.optimisers.rules import RULES, UpdateRule

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from l2lopt.core.errors import UserError, at_least_0
-from l2lopt.core.types import Layout, OptimiserState
+from l2lopt.core.layout import Layout
+from l2lopt.core.types import OptimiserState
 from l2lopt.optimisers.base import Optimiser, blank, first_step
 from l2lopt.optimisers.schedules import check_schedule, warm_up_cosine
 

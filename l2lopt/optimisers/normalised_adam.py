@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from l2lopt.core.errors import above_0, at_least_0
-from l2lopt.core.types import Layout, OptimiserState
+from l2lopt.core.layout import Layout
+from l2lopt.core.types import OptimiserState
 from l2lopt.optimisers.base import Optimiser, blank, first_step
 from l2lopt.optimisers.hand_designed import Rate, positive, rows
 from l2lopt.optimisers.inputs import RNNprop, Sight

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from l2lopt.core.groupings import COMPUTED, Controls, Exchange, Grouping
-from l2lopt.core.types import Layout, OptimiserState, Params
+from l2lopt.core.layout import Layout, Params
+from l2lopt.core.types import OptimiserState
 from l2lopt.optimisers import Optimiser
 from l2lopt.torch_optim.state_parts import AXES
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from l2lopt.core.errors import UserError
-from l2lopt.core.types import Layout, OptimiserState, Params
+from l2lopt.core.layout import Layout, Params
+from l2lopt.core.types import OptimiserState
 from l2lopt.estimators.higher import library
 from l2lopt.optimisers import Optimiser
 from l2lopt.torch_optim.flat_vectors import compute_dtype

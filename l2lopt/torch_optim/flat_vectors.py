@@ -9,7 +9,8 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from l2lopt.core.errors import UserError
-from l2lopt.core.types import OptimiserState, Params
+from l2lopt.core.layout import Params
+from l2lopt.core.types import OptimiserState
 from l2lopt.optimisers import Optimiser
 from l2lopt.torch_optim import sharding
 from l2lopt.torch_optim.blocks import Block, blocks_of, update_in_blocks_

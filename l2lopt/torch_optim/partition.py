@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from l2lopt.core.types import Layout
+from l2lopt.core.layout import Layout
 from l2lopt.torch_optim import sharding
 from l2lopt.torch_optim.flat_vectors import FlatVector
 from l2lopt.torch_optim.options import names_of

@@ -16,7 +16,7 @@ from torch.utils.dlpack import from_dlpack
 
 from l2lopt.core.errors import UserError
 from l2lopt.core.groupings import Shards
-from l2lopt.core.types import Layout
+from l2lopt.core.layout import Layout
 
 if distributed.is_available():
     # `torch.optim` imports this module anyway. The defaults of its functions refer to the process group that exists at

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from l2lopt.core.errors import UserError
-from l2lopt.core.types import Layout, OptimiserState
+from l2lopt.core.layout import Layout
+from l2lopt.core.types import OptimiserState
 from l2lopt.optimisers import Optimiser
 from l2lopt.torch_optim.options import names_of
 from l2lopt.torch_optim.state_parts import arrays_of

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from l2lopt.core.types import Layout, OptimiserState, Params
+from l2lopt.core.layout import Layout, Params
+from l2lopt.core.types import OptimiserState
 from l2lopt.torch_optim import sharding
 
 AXES = {"coordinates": slice(None), "tensors": slice(0), "rows": slice(0, 1), "columns": slice(1, None)}

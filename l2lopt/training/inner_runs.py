@@ -9,7 +9,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from l2lopt import kernels
-from l2lopt.core.types import Batch, Carry, Layout, Loss, Params, Step, Target, generator, seed_of
+from l2lopt.core.layout import Layout, Params
+from l2lopt.core.seeding import generator, seed_of
+from l2lopt.core.types import Batch, Carry, Loss, Step, Target
 from l2lopt.estimators import Unroll, UnrollState
 from l2lopt.optimisee import Optimisee, Split, flat_loss
 from l2lopt.optimisers import Optimiser

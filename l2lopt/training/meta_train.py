@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from l2lopt.core.types import Params, Report, silent
+from l2lopt.core.layout import Params
+from l2lopt.core.types import Report, silent
 from l2lopt.estimators import Unroll
 from l2lopt.optimisee import Optimisee
 from l2lopt.optimisers import Optimiser

@@ -10,8 +10,10 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from l2lopt.core.layout import Params
+from l2lopt.core.seeding import seed_of
 from l2lopt.core.settings import Settings
-from l2lopt.core.types import Aux, Batch, Params, Report, detach, seed_of, silent
+from l2lopt.core.types import Aux, Batch, Report, detach, silent
 from l2lopt.optimisee import Optimisee, Split, StepInfo, measure
 from l2lopt.optimisers.schedules import multiplier, set_rates
 from l2lopt.storage.checkpoint import Checkpoint, NoCheckpoint, pack, unpack

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from l2lopt import cells, optimisers
 from l2lopt.core import registry
 from l2lopt.core.errors import UserError
-from l2lopt.core.types import Layout
+from l2lopt.core.layout import Layout
 from l2lopt.optimisers import Optimiser
 from l2lopt.storage import tensor_file
 from l2lopt.storage.run_log import existing

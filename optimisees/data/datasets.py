@@ -10,7 +10,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor
 
 from l2lopt.core.errors import UserError
-from l2lopt.core.types import generator
+from l2lopt.core.seeding import generator
 
 
 class InMemory(NamedTuple):

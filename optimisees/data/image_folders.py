@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from l2lopt.core.errors import UserError
-from l2lopt.core.types import generator
+from l2lopt.core.seeding import generator
 from optimisees.data.datasets import InMemory, damaged
 
 _ENDINGS = (".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")

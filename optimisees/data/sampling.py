@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from l2lopt.core.errors import UserError, above_0
-from l2lopt.core.types import seed_of
+from l2lopt.core.seeding import seed_of
 from l2lopt.optimisee import Split
 
 

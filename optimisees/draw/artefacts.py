@@ -6,7 +6,7 @@ from typing import Protocol
 
 from l2lopt.core import registry
 from l2lopt.core.errors import above_0
-from l2lopt.core.types import Params
+from l2lopt.core.layout import Params
 from l2lopt.optimisee import SampleRequest, SavedRun
 from optimisees.data.datasets import blank
 from optimisees.draw import pictures

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from l2lopt.core.errors import above_0
+from l2lopt.core.layout import Params
 from l2lopt.core.registry import Choice
-from l2lopt.core.types import Aux, Batch, Params, generator, seed_of, seeded
+from l2lopt.core.seeding import generator, seed_of, seeded
+from l2lopt.core.types import Aux, Batch
 from l2lopt.optimisee import Optimisee, SampleRequest, SavedRun, Split, StepInfo
 from optimisees.data import images as sources
 from optimisees.data.datasets import InMemory, digest

@@ -12,9 +12,11 @@ from torch.func import functional_call
 from l2lopt import sequence
 from l2lopt.core import registry
 from l2lopt.core.errors import above_0
+from l2lopt.core.layout import Params
 from l2lopt.core.references import References
 from l2lopt.core.registry import Choice
-from l2lopt.core.types import Aux, Batch, Params, generator, seed_of, seeded
+from l2lopt.core.seeding import generator, seed_of, seeded
+from l2lopt.core.types import Aux, Batch
 from l2lopt.optimisee import Optimisee, Split, StepInfo
 from l2lopt.sequence import Stack
 from l2lopt.sequence.masks import check_share, draw

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from l2lopt.core import registry
 from l2lopt.core.errors import UserError
-from l2lopt.core.types import Params
+from l2lopt.core.layout import Params
 from l2lopt.optimisee import SampleRequest, SavedRun
 from l2lopt.storage.run_log import existing, write_json
 from optimisees.data.text import Corpus, Vocabulary

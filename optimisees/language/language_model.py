@@ -13,9 +13,11 @@ from torch.func import functional_call
 
 from l2lopt import cells
 from l2lopt.core.errors import UserError, above_0, at_least_0
+from l2lopt.core.layout import Params
 from l2lopt.core.references import References
 from l2lopt.core.registry import Choice
-from l2lopt.core.types import Aux, Batch, Params, generator, seed_of, seeded
+from l2lopt.core.seeding import generator, seed_of, seeded
+from l2lopt.core.types import Aux, Batch
 from l2lopt.optimisee import Optimisee, SampleRequest, SavedRun, Split, StepInfo
 from l2lopt.sequence import Stack, StackState
 from l2lopt.sequence.masks import check_share, draw

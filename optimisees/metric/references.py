@@ -12,7 +12,8 @@ from torch import Tensor
 
 from l2lopt.core.errors import UserError
 from l2lopt.core.references import Column, Reference, References, Result, StudyRun
-from l2lopt.core.types import Report, seed_of
+from l2lopt.core.seeding import seed_of
+from l2lopt.core.types import Report
 from optimisees.metric.retrieval import neighbour_curve, retrieval
 from optimisees.metric.time_warping import all_warped
 

@@ -11,9 +11,11 @@ from torch.func import functional_call
 from l2lopt import sequence
 from l2lopt.core import registry
 from l2lopt.core.errors import UserError, above_0
+from l2lopt.core.layout import Params
 from l2lopt.core.references import References
 from l2lopt.core.registry import Choice
-from l2lopt.core.types import Aux, Batch, Params, Report, generator, seed_of, seeded, silent
+from l2lopt.core.seeding import generator, seed_of, seeded
+from l2lopt.core.types import Aux, Batch, Report, silent
 from l2lopt.optimisee import Optimisee, Split, StepInfo
 from optimisees.data import har
 from optimisees.data.datasets import data_root

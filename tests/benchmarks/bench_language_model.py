@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from l2lopt.core.types import Params
+from l2lopt.core.layout import Params
 from l2lopt.parallel.threads import cpu_threads
 from l2lopt.sequence import Stack
 from optimisees import LanguageModel

@@ -14,7 +14,8 @@ from statistics import median
 import torch
 
 from l2lopt import estimators, kernels, optimisers
-from l2lopt.core.types import Carry, Layout, Step, Target
+from l2lopt.core.layout import Layout
+from l2lopt.core.types import Carry, Step, Target
 
 
 def problem(coordinates, steps, rule="additive", inputs=("log-and-sign",), cell="lstm", dtype=torch.float32):

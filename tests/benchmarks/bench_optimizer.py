@@ -13,7 +13,7 @@ from bench_step import Run, measure
 from torch import nn
 
 from l2lopt import LearnedOptimizer, optimisers
-from l2lopt.core.types import Layout
+from l2lopt.core.layout import Layout
 from l2lopt.parallel.threads import cpu_threads
 
 RULES: dict[str, dict[str, Any]] = {

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from l2lopt.core.types import Layout
+from l2lopt.core.layout import Layout
 from l2lopt.optimisee import flat_loss
 from optimisees import resnet
 

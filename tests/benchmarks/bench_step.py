@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from l2lopt import kernels, optimisers
-from l2lopt.core.types import Layout
+from l2lopt.core.layout import Layout
 from l2lopt.kernels.cpu.block import WIDTH
 from l2lopt.parallel.threads import cpu_threads, one_each, share_out
 

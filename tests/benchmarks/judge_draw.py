@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from l2lopt.core.types import Params
+from l2lopt.core.layout import Params
 from l2lopt.experiments.build import build_training
 from l2lopt.experiments.config import TrainConfig, load
 from l2lopt.storage import tensor_file

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from implementations import normal
 from torch.func import vmap
 
-from l2lopt.core.types import Layout, OptimiserState, detach, generator, seed_of, stack
+from l2lopt.core.layout import Layout
+from l2lopt.core.seeding import generator, seed_of
+from l2lopt.core.types import OptimiserState, detach, stack
 
 shapes = st.lists(st.lists(st.integers(0, 3), max_size=3).map(tuple), max_size=4)
 

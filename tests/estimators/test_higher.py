@@ -11,7 +11,8 @@ from torch import nn
 
 from l2lopt import estimators
 from l2lopt.core.errors import UserError
-from l2lopt.core.types import Layout, ModuleLoss
+from l2lopt.core.layout import Layout
+from l2lopt.core.types import ModuleLoss
 from l2lopt.estimators import Taped
 from l2lopt.estimators.higher import _patched
 from l2lopt.optimisee import Optimisee, flat_loss

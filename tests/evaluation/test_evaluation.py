@@ -11,7 +11,8 @@ from scipy import stats
 import optimisees
 from l2lopt import optimisers
 from l2lopt.core.errors import UserError
-from l2lopt.core.types import Layout, seed_of
+from l2lopt.core.layout import Layout
+from l2lopt.core.seeding import seed_of
 from l2lopt.evaluation import comparison
 from l2lopt.evaluation.comparison import TunedRun, interval
 from l2lopt.evaluation.free_runs import record_steps, run_free

@@ -10,7 +10,7 @@ from implementations import SAMPLED
 
 import optimisees
 from l2lopt.core.errors import UserError
-from l2lopt.core.types import seed_of
+from l2lopt.core.seeding import seed_of
 from l2lopt.evaluation import comparison
 from l2lopt.evaluation.free_runs import run_free
 from l2lopt.evaluation.settings import Baseline, EvaluationSettings

@@ -23,7 +23,7 @@ import l2lopt
 import optimisees
 from l2lopt.core.errors import UserError
 from l2lopt.core.references import Column
-from l2lopt.core.types import seed_of
+from l2lopt.core.seeding import seed_of
 from l2lopt.experiments import build, comparison_study, training_study
 from l2lopt.experiments import config as configs
 from l2lopt.experiments import runs as experiments

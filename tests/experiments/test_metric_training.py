@@ -19,7 +19,7 @@ from test_training import files
 
 import l2lopt
 from l2lopt.core.errors import UserError
-from l2lopt.core.types import seed_of
+from l2lopt.core.seeding import seed_of
 from l2lopt.experiments import build, comparison_study, runs, training_study
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import TrainConfig

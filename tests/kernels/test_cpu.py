@@ -15,7 +15,7 @@ from twins import problem, reference, rolled
 
 from l2lopt import cells, kernels, optimisers
 from l2lopt.core.errors import UserError
-from l2lopt.core.types import Layout
+from l2lopt.core.layout import Layout
 from l2lopt.kernels.cpu.block import WIDTH
 from l2lopt.optimisers import Coordinatewise, inputs, rules
 from l2lopt.parallel.threads import cpu_threads, one_each, share_out

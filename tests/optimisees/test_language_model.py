@@ -16,7 +16,7 @@ from torch import nn
 import l2lopt
 from l2lopt import cells, estimators
 from l2lopt.core.errors import UserError
-from l2lopt.core.types import generator
+from l2lopt.core.seeding import generator
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import TrainConfig
 from optimisees.data.text import Corpus, Vocabulary

@@ -10,7 +10,9 @@ from torch import nn
 
 from l2lopt import estimators, optimisers
 from l2lopt.core.errors import UserError
-from l2lopt.core.types import Carry, Layout, Step, Target, seed_of
+from l2lopt.core.layout import Layout
+from l2lopt.core.seeding import seed_of
+from l2lopt.core.types import Carry, Step, Target
 from l2lopt.experiments import build
 from l2lopt.optimisee import flat_loss
 from l2lopt.training.train import TrainSettings, train

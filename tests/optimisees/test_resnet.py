@@ -10,7 +10,7 @@ from torchvision.models.resnet import BasicBlock as TheirBlock
 from torchvision.models.resnet import ResNet as TheirResNet
 
 from l2lopt.core.errors import UserError
-from l2lopt.core.types import Layout
+from l2lopt.core.layout import Layout
 from l2lopt.estimators import Blockwise, Taped
 from optimisees import resnet
 from optimisees.classifiers.resnet import ResNet

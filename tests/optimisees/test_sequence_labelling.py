@@ -9,7 +9,7 @@ from implementations import LABELLING, few_labelled, few_sequences, normal
 from torch.func import grad
 
 from l2lopt.core.errors import UserError
-from l2lopt.core.types import seed_of
+from l2lopt.core.seeding import seed_of
 from l2lopt.optimisee import measure
 from optimisees.labelling import sequence_labelling
 from optimisees.labelling.sequence_labelling import SequenceLabelling

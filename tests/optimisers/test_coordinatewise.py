@@ -11,7 +11,7 @@ from implementations import INPUTS, LEARNED, OPTIMISERS, each, learned, normal, 
 
 from l2lopt import optimisers
 from l2lopt.core.errors import UserError
-from l2lopt.core.types import Layout
+from l2lopt.core.layout import Layout
 from l2lopt.optimisers import Coordinatewise, coordinatewise
 
 each_optimiser = pytest.mark.parametrize("make", each(OPTIMISERS, factories=True))

@@ -12,7 +12,7 @@ from implementations import normal
 
 from l2lopt import optimisers
 from l2lopt.core.errors import UserError
-from l2lopt.core.types import Layout
+from l2lopt.core.layout import Layout
 from l2lopt.optimisers import SGD, AdamW, Momentum, Scheduled, adam, scheduled
 from l2lopt.optimisers.schedules import Shape, warm_up_cosine, warm_up_then
 

@@ -6,7 +6,7 @@ import torch
 from implementations import normal
 
 from l2lopt.core.errors import UserError
-from l2lopt.core.types import Layout
+from l2lopt.core.layout import Layout
 from l2lopt.optimisers import NormalisedAdam, coordinatewise
 
 LAYOUT = Layout(("matrix", "bias"), ((3, 4), (3,)))

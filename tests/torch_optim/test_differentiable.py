@@ -12,7 +12,8 @@ from torch import nn
 from torch.func import functional_call, grad_and_value
 
 from l2lopt import LearnedOptimizer, UserError, estimators, optimisers
-from l2lopt.core.types import Carry, Layout, Step, Target
+from l2lopt.core.layout import Layout
+from l2lopt.core.types import Carry, Step, Target
 from l2lopt.torch_optim.differentiable import higher
 
 STEPS = 4

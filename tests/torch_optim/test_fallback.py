@@ -11,7 +11,7 @@ from descent import LSTM, descend, start
 from implementations import normal, seeded
 
 from l2lopt import LearnedOptimizer, optimisers
-from l2lopt.core.types import Layout
+from l2lopt.core.layout import Layout
 
 
 def guarded(params, rule, **options):

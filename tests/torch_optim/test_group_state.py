@@ -11,7 +11,7 @@ from implementations import DOUBLES, normal, seeded
 from torch import nn
 
 from l2lopt import LearnedOptimizer, UserError, cells, optimisers
-from l2lopt.core.types import Layout
+from l2lopt.core.layout import Layout
 from l2lopt.optimisers import rules
 from l2lopt.torch_optim import blocks, state_parts
 

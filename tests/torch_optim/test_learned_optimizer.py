@@ -10,7 +10,7 @@ from implementations import normal, seeded
 from torch import nn
 
 from l2lopt import LearnedOptimizer, UserError, kernels, optimisers
-from l2lopt.core.types import Layout
+from l2lopt.core.layout import Layout
 from l2lopt.weights import files
 
 

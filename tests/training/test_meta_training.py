@@ -12,7 +12,7 @@ from pydantic import ValidationError
 import optimisees
 from l2lopt import optimisers
 from l2lopt.core.errors import UserError
-from l2lopt.core.types import generator, seed_of
+from l2lopt.core.seeding import generator, seed_of
 from l2lopt.estimators import Blockwise, MetaGradient, Taped, Unroll
 from l2lopt.evaluation.free_runs import run_free
 from l2lopt.optimisers import Optimiser

@@ -14,7 +14,7 @@ import l2lopt
 import optimisees
 from l2lopt import optimisers
 from l2lopt.core.errors import UserError
-from l2lopt.core.types import seed_of
+from l2lopt.core.seeding import seed_of
 from l2lopt.experiments import build
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import TrainConfig

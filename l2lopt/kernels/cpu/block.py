@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from l2lopt.core.types import Params
+from l2lopt.core.layout import Params
 
 WIDTH = 4096
 """Coordinates per block: many beside the 1 µs that an operation costs, few enough for its buffers to stay in cache."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from l2lopt.core.types import Params
+from l2lopt.core.layout import Params
 from l2lopt.kernels.cpu.activations import tanh_backward
 from l2lopt.kernels.cpu.block import Block
 from l2lopt.kernels.cpu.trace import Trace

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from l2lopt.core.types import Params
+from l2lopt.core.layout import Params
 
 
 class Trace(NamedTuple):

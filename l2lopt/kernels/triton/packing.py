@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from l2lopt.cells.lstm import LSTM
-from l2lopt.core.layout import Layout
-from l2lopt.core.types import Params
+from l2lopt.core.layout import Layout, Params
 from l2lopt.kernels.folding import Folded, step_size
 from l2lopt.optimisers import Coordinatewise, inputs, rules
 from l2lopt.optimisers.inputs import Input

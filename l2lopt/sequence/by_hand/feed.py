@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from l2lopt.core.types import Params
+from l2lopt.core.layout import Params
 from l2lopt.sequence.by_hand import products
 from l2lopt.sequence.by_hand.pointwise import Span
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from l2lopt.core.types import Params
+from l2lopt.core.layout import Params
 from l2lopt.sequence.by_hand import products
 from l2lopt.sequence.by_hand.feed import Feed
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from l2lopt.cells import Cell, CellState
-from l2lopt.core.types import Params
+from l2lopt.core.layout import Params
 from l2lopt.sequence import loop
 from l2lopt.sequence.by_hand.sweep import Adjoints, Sweep, TimeOrder
 

@@ -14,7 +14,7 @@ from l2lopt.cells.highway import Core, Highway, Simplified
 from l2lopt.cells.lstm import LSTMCore
 from l2lopt.cells.sru import SRUCore
 from l2lopt.cells.t_lstm import TLSTMCore
-from l2lopt.core.types import Params
+from l2lopt.core.layout import Params
 from l2lopt.sequence.by_hand import highway, pointwise
 from l2lopt.sequence.by_hand.full import Full, ResetBefore
 from l2lopt.sequence.by_hand.pointwise import Pointwise

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from l2lopt.core.types import Params
+from l2lopt.core.layout import Params
 
 Span = tuple[int, int]
 """A range of blocks: the first, and the one after the last."""

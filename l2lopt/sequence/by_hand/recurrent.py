@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from l2lopt.cells import CellState
-from l2lopt.core.types import Params
+from l2lopt.core.layout import Params
 from l2lopt.sequence.by_hand import products
 from l2lopt.sequence.by_hand.feed import Feed
 from l2lopt.sequence.by_hand.pointwise import Pointwise, PointwiseStep, Span
