@@ -262,7 +262,7 @@ def evaluate_rows(
         return total / samples
 
 
-def measure(optimisee: Optimisee, split: Split, seed: int, params: Params, aux: Aux) -> dict[str, float]:
+def evaluate_split(optimisee: Optimisee, split: Split, seed: int, params: Params, aux: Aux) -> dict[str, float]:
     """The test-mode loss ("loss") and the metrics of one run on the whole split, means over samples, and readings."""
     totals: dict[str, float] = {}
     samples = 0

@@ -124,9 +124,9 @@ class Orthogonalised(Input):
         super().__init__()
         self.beta = beta
 
-    def forward(self, sight, memory):
-        m = self.beta * memory["m"] + (1 - self.beta) * sight.grads
-        return sight.layout.whole("orthogonalised", orthogonalised, m)[None], {"m": m}
+    def forward(self, step_inputs, memory):
+        m = self.beta * memory["m"] + (1 - self.beta) * step_inputs.grads
+        return step_inputs.layout.whole("orthogonalised", orthogonalised, m)[None], {"m": m}
 
 
 class OwnMean(Optimiser):

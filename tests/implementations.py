@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from l2lopt import cells, estimators, optimisers
 from l2lopt.core.groupings import Computed
 from l2lopt.core.layout import Layout
-from l2lopt.core.types import Carry, Step, Target
+from l2lopt.core.types import Carry, InnerStep, Target
 from l2lopt.optimisee import batch_rows, flat_loss, init_rows
 from l2lopt.optimisers import inputs, rules
 from optimisees import (
@@ -53,11 +53,13 @@ def seeded(module: nn.Module, seed: int = 0, scale: float = 0.5) -> nn.Module:
     return module
 
 
-def sight(grads: Tensor, params: Tensor, step: int | Tensor, loss: Any = None, layout: Any = None) -> inputs.Sight:
+def step_inputs(
+    grads: Tensor, params: Tensor, step: int | Tensor, loss: Any = None, layout: Any = None
+) -> inputs.StepInputs:
     """What inputs and rules see of finite gradients; one tensor unless a layout is given."""
     layout = layout or Layout(("all",), ((grads.shape[-1] if grads.dim() else 1,),))
     finite = torch.ones_like(grads, dtype=torch.bool)
-    return inputs.Sight(grads, params, torch.as_tensor(step), loss, layout, finite)
+    return inputs.StepInputs(grads, params, torch.as_tensor(step), loss, layout, finite)
 
 
 SQUARE = ("sru", "irc-sru", "ihc-sru", "irc-t-lstm", "ihc-t-lstm")
@@ -217,12 +219,12 @@ FOLDED = {
 }
 """Label → the cells for which there are fast twins."""
 
-EXACT_UNROLLS = {
-    "taped, first order": (1, partial(estimators.Taped, 1)),
-    "taped, second order": (2, partial(estimators.Taped, 2)),
+EXACT_ESTIMATORS = {
+    "backprop, first order": (1, partial(estimators.Backprop, 1)),
+    "backprop, second order": (2, partial(estimators.Backprop, 2)),
 }
 """Label → (order, factory) of the unrolls that give the exact meta-gradient of that order."""
-ESTIMATORS = {
+RANDOM_ESTIMATORS = {
     "es": partial(estimators.EvolutionStrategies, 2),
     "pes": partial(estimators.EvolutionStrategies, 2, persistent=True),
 }
@@ -233,8 +235,8 @@ BLOCKWISE = {
     "blockwise, spilt": partial(estimators.Blockwise, block=7, spill=tempfile.gettempdir()),
 }
 """Label → factory of those that are exact in first order but for means that depend on θ."""
-UNROLLS = {label: make for label, (_, make) in EXACT_UNROLLS.items()} | BLOCKWISE
-MODULE_UNROLLS = {"higher": (2, estimators.Higher)}
+DETERMINISTIC_ESTIMATORS = {label: make for label, (_, make) in EXACT_ESTIMATORS.items()} | BLOCKWISE
+MODULE_ESTIMATORS = {"higher": (2, estimators.Higher)}
 """Likewise, of those that take single runs of a loss that knows its module, and refuse the rest."""
 
 IMAGES = InMemory(normal(22, 2, 3, 3, seed=1), torch.arange(22) % 3, normal(9, 2, 3, 3, seed=2), torch.arange(9) % 3)
@@ -391,7 +393,7 @@ class Problem(NamedTuple):
     loss: Any
     phi: Any
     carry: Carry
-    steps: list[Step]
+    steps: list[InnerStep]
 
 
 MIXTURES = {
@@ -424,7 +426,7 @@ def problem(
         layout, theta, aux = init_rows(task, seeds)
         rows = (len(seeds),)
     inner = [batch("inner", t) for t in range(length + 1)]
-    steps = [Step(inner[t], MIXTURES[mixture](inner[t], inner[t + 1], batch("heldout", t))) for t in range(length)]
+    steps = [InnerStep(inner[t], MIXTURES[mixture](inner[t], inner[t + 1], batch("heldout", t))) for t in range(length)]
     carry = Carry(theta, aux, rule.init(layout, rows, like=theta))
     return Problem(rule.update_with, flat_loss(task, layout), rule.phi(), carry, steps)
 

@@ -462,7 +462,7 @@ def assert_empty_unroll_gives_zeros(unroll: Any, problem: Problem) -> None:
     assert_same(result.carry, problem.carry)
 
 
-def assert_unroll_changes_nothing(unroll: Any, problem: Problem) -> None:
+def assert_estimator_changes_nothing(unroll: Any, problem: Problem) -> None:
     before = clone(problem[2:])
     first = run(unroll, problem)
     assert_same(problem[2:], before)

@@ -181,7 +181,7 @@ def test_checker_lets_good_imports_pass():
         ("l2lopt.cells.cell", "from l2lopt.cells import LSTM", "l2lopt.cells.cell imports l2lopt.cells"),
         (
             "optimisees.mlp",
-            "from l2lopt.estimators import Taped",
+            "from l2lopt.estimators import Backprop",
             "optimisees.mlp imports l2lopt.estimators, which is closed to optimisees",
         ),
         ("l2lopt.training", "import optimisees", "l2lopt.training (floor 6) imports optimisees (floor 7)"),

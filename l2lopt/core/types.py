@@ -53,7 +53,7 @@ class Target(NamedTuple):
     weight: float
 
 
-class Step(NamedTuple):
+class InnerStep(NamedTuple):
     """One inner step: the batch whose gradient the optimiser sees, and what is measured after its update."""
 
     batch: Batch

@@ -4,35 +4,35 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from l2lopt.core import registry
-from l2lopt.estimators.backprop import Taped
-from l2lopt.estimators.base import MetaGradient, Unroll, UnrollState
+from l2lopt.estimators.backprop import Backprop
+from l2lopt.estimators.base import EstimatorState, MetaGradient, MetaGradientEstimator
 from l2lopt.estimators.blockwise import Blockwise
 from l2lopt.estimators.evolution import EvolutionStrategies, persistent_evolution_strategies
 from l2lopt.estimators.higher import Higher
 
-UNROLLS: Mapping[str, Callable[..., Unroll]] = {
+ESTIMATORS: Mapping[str, Callable[..., MetaGradientEstimator]] = {
     "blockwise": Blockwise,
-    "taped": Taped,
+    "backprop": Backprop,
     "higher": Higher,
     "es": EvolutionStrategies,
     "pes": persistent_evolution_strategies,
 }
 
 
-def make(name: str, **options: Any) -> Unroll:
+def make(name: str, **options: Any) -> MetaGradientEstimator:
     """The unroll called `name`; an unknown name or option is a `UserError` that lists the known ones."""
-    unroll: Unroll = registry.make(UNROLLS, "unroll", name, **options)
-    return unroll
+    estimator: MetaGradientEstimator = registry.make(ESTIMATORS, "unroll", name, **options)
+    return estimator
 
 
 __all__ = [
-    "UNROLLS",
+    "ESTIMATORS",
+    "Backprop",
     "Blockwise",
+    "EstimatorState",
     "EvolutionStrategies",
     "Higher",
     "MetaGradient",
-    "Taped",
-    "Unroll",
-    "UnrollState",
+    "MetaGradientEstimator",
     "make",
 ]

@@ -1,20 +1,20 @@
 """Backpropagation through the unrolled optimisation, on autograd's tape (Andrychowicz et al. 2016)."""
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from l2lopt.core.errors import UserError
 from l2lopt.core.layout import Params
-from l2lopt.core.types import Carry, Loss, Step, Update, detach
-from l2lopt.estimators.base import MetaGradient, Unroll, UnrollState
-from l2lopt.estimators.loss_and_gradient import Measured, Objective, gradient_of, measure, term
+from l2lopt.core.types import Carry, InnerStep, Loss, Update, detach
+from l2lopt.estimators.base import EstimatorState, MetaGradient, MetaGradientEstimator
+from l2lopt.estimators.loss_and_gradient import LossAndGradient, Objective, gradient_of, loss_and_gradient, term
 
 
-class Taped(Unroll):
-    """Backpropagation through the whole call, or cut every `truncation` steps.
+class Backprop(MetaGradientEstimator):
+    """Backpropagation through the whole call, or cut every `window` steps.
 
     With θ_{t+1} = θ_t + u_t, (u_t, s_{t+1}) = m_φ(∇ℓ(θ_t), s_t, θ_t), the meta-loss is L(φ) = Σ_t Σ_j w_j
     f(ℓ(θ_{t+1}; c_{t,j})) over the steps' targets c, f the identity or the logarithm.
@@ -27,28 +27,37 @@ class Taped(Unroll):
 
     Args:
         order: 1 or 2.
-        truncation: K, the steps of a window; None for the whole call.
+        window: K, the steps of a window; None for the whole call.
         objective: "loss" or "log-loss".
     """
+
+    old_names = ("taped",)
+    old_options: ClassVar[dict[str, str]] = {"truncation": "window"}
 
     def __init__(
         self,
         order: Literal[1, 2] = 1,
-        truncation: int | None = None,
+        window: int | None = None,
         objective: Objective = "loss",
     ) -> None:
-        if truncation is not None and truncation < 1:
-            raise UserError("truncation", expected="at least 1", found=str(truncation), remedy="change the value")
-        self.order, self.truncation, self.objective = order, truncation, objective
+        if window is not None and window < 1:
+            raise UserError("window", expected="at least 1", found=str(window), remedy="change the value")
+        self.order, self.window, self.objective = order, window, objective
 
-    def init(self, carry: Carry, phi: Params, seed: int) -> UnrollState:
+    def init(self, carry: Carry, phi: Params, seed: int) -> EstimatorState:
         """Nothing is kept."""
         return ()
 
     def __call__(
-        self, update: Update, loss: Loss, phi: Params, carry: Carry, steps: Iterable[Step], state: UnrollState = ()
+        self,
+        update: Update,
+        loss: Loss,
+        phi: Params,
+        carry: Carry,
+        steps: Iterable[InnerStep],
+        state: EstimatorState = (),
     ) -> MetaGradient:
-        """Runs and differentiates; see `Unroll.__call__`."""
+        """Runs and differentiates; see `MetaGradientEstimator`."""
         second = self.order == 2
         leaves = {name: value.detach().requires_grad_() for name, value in phi.items()}
         gradient = {name: torch.zeros_like(value) for name, value in phi.items()}
@@ -56,7 +65,7 @@ class Taped(Unroll):
         losses: list[Tensor] = []
         params, aux, optimiser_state = detach(carry)
         terms: list[Tensor] = []
-        known: list[Measured] = []  # the losses already measured at this θ
+        known: list[LossAndGradient] = []  # the losses already measured at this θ
 
         def close_window() -> None:
             nonlocal params, aux, optimiser_state
@@ -69,14 +78,14 @@ class Taped(Unroll):
 
         with torch.enable_grad():
             for index, step in enumerate(steps):
-                if index and self.truncation and index % self.truncation == 0:
+                if index and self.window and index % self.window == 0:
                     close_window()
                 seen = next((m for m in known if m.batch is step.batch), None)
-                seen = seen or measure(loss, params, aux, step.batch, second)
+                seen = seen or loss_and_gradient(loss, params, aux, step.batch, second)
                 losses.append(seen.loss.detach())
                 change, optimiser_state = update(leaves, seen.grads, optimiser_state, params, loss=seen.loss)
                 params, aux = params + change, seen.aux
-                known = [measure(loss, params, aux, target.batch, second) for target in step.targets]
+                known = [loss_and_gradient(loss, params, aux, target.batch, second) for target in step.targets]
                 for measured, target in zip(known, step.targets, strict=True):
                     piece, weight = term(measured, target.weight, self.objective)
                     value = value + piece.detach()

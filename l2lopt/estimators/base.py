@@ -3,15 +3,15 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from torch import Tensor
 
 from l2lopt.core.layout import Params
-from l2lopt.core.types import Carry, Loss, Step, Update
+from l2lopt.core.types import Carry, InnerStep, Loss, Update
 from l2lopt.estimators.memory_plan import Plan
 
-UnrollState: TypeAlias = Any
+EstimatorState: TypeAlias = Any
 """What an estimator keeps between two calls: a pytree of tensors, empty for backpropagation."""
 
 
@@ -33,14 +33,18 @@ class MetaGradient:
     carry: Carry
     losses: Tensor
     finite: bool
-    state: UnrollState = ()
+    state: EstimatorState = ()
 
 
-class Unroll(ABC):
+class MetaGradientEstimator(ABC):
     """A way to differentiate a run of inner steps with respect to φ."""
 
+    old_names: ClassVar[tuple[str, ...]] = ()
+    old_options: ClassVar[dict[str, str]] = {}
+    # Configs of earlier versions stay readable by these, see `registry.build`.
+
     @abstractmethod
-    def init(self, carry: Carry, phi: Params, seed: int) -> UnrollState:
+    def init(self, carry: Carry, phi: Params, seed: int) -> EstimatorState:
         """What the estimator keeps between the calls of one run, a pytree whose structure stays.
 
         Args:
@@ -51,7 +55,13 @@ class Unroll(ABC):
 
     @abstractmethod
     def __call__(
-        self, update: Update, loss: Loss, phi: Params, carry: Carry, steps: Iterable[Step], state: UnrollState = ()
+        self,
+        update: Update,
+        loss: Loss,
+        phi: Params,
+        carry: Carry,
+        steps: Iterable[InnerStep],
+        state: EstimatorState = (),
     ) -> MetaGradient:
         """Runs `steps` from `carry` and differentiates what they measure.
 
@@ -65,7 +75,7 @@ class Unroll(ABC):
         """
 
     def plan(
-        self, update: Update, loss: Loss, phi: Params, carry: Carry, steps: Iterable[Step], length: int
+        self, update: Update, loss: Loss, phi: Params, carry: Carry, steps: Iterable[InnerStep], length: int
     ) -> Plan | None:
         """The memory and time of a call, estimated before it is made; None, as by default: they are not known.
 

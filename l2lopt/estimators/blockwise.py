@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial, reduce
 from itertools import islice
 from math import ceil
-from typing import Literal, NamedTuple, TypeAlias
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,16 +13,16 @@ from torch import Tensor
 from l2lopt.core.errors import UserError
 from l2lopt.core.layout import Params
 from l2lopt.core.seeding import generator
-from l2lopt.core.types import Carry, Loss, OptimiserState, Step, Update, detach
-from l2lopt.estimators.base import MetaGradient, Unroll, UnrollState
+from l2lopt.core.types import Carry, InnerStep, Loss, OptimiserState, Update, detach
+from l2lopt.estimators.base import EstimatorState, MetaGradient, MetaGradientEstimator
 from l2lopt.estimators.coordinate_sample import mean_adjoint, sample_size, stratified
 from l2lopt.estimators.dependencies import Dependencies, dependencies
 from l2lopt.estimators.exchange import Alone
 from l2lopt.estimators.locality import check_locality
-from l2lopt.estimators.loss_and_gradient import Measured, Objective, measure, term
+from l2lopt.estimators.loss_and_gradient import LossAndGradient, Objective, loss_and_gradient, term
 from l2lopt.estimators.memory_plan import Plan, activations, available_memory, seconds_of, timed
-from l2lopt.estimators.record import Record, Rows, copies_of
-from l2lopt.estimators.replay import emptied, taped_mean_adjoint, taped_replay, through_the_networks
+from l2lopt.estimators.record import Record, VectorPool, copies_of
+from l2lopt.estimators.replay import autograd_replay, emptied, taped_mean_adjoint, through_the_networks
 from l2lopt.estimators.window import (
     AdjointOfMean,
     BlockAdjoints,
@@ -40,7 +40,7 @@ CHECKED = 2
 Tables: TypeAlias = Mapping[str, Tensor]
 
 
-class Blockwise(Unroll):
+class Blockwise(MetaGradientEstimator):
     """Backpropagation through the unrolled optimisation, of first order, at one vector of memory a step.
 
     Gradients and losses are constants in first order, so coordinates meet only where their optimiser lets them: in
@@ -53,7 +53,7 @@ class Blockwise(Unroll):
         s̄_t = s̄_{t+1} ∂s_{t+1}/∂s_t + a_{t+1} ∂u_t/∂s_t
         dφ += a_{t+1} ∂u_t/∂φ + s̄_{t+1} ∂s_{t+1}/∂φ
 
-    Equal to `Taped` of first order to rounding. The replay is the update's own if it is a `BlockUpdate`, else
+    Equal to `Backprop` of first order to rounding. The replay is the update's own if it is a `BlockUpdate`, else
     autograd's. What the coordinates meet in is treated by what it depends on:
 
     - gradients alone: a constant of first order, exact without further work;
@@ -70,7 +70,7 @@ class Blockwise(Unroll):
     replay; `plan` says how much that is. The vectors are used again by the next call, so calls must not overlap.
 
     Args:
-        truncation: K, the steps of a window; None for the whole call.
+        window: K, the steps of a window; None for the whole call.
         objective: "loss" or "log-loss".
         share: Share of the coordinates that is replayed, in (0, 1].
         record: numbers of the record: "full", the gradient's own, or "bfloat16". The optimiser sees them as stored.
@@ -80,42 +80,52 @@ class Blockwise(Unroll):
         spill: a folder for the record, as memory-mapped files; none: in memory.
     """
 
+    old_options: ClassVar[dict[str, str]] = {"truncation": "window"}
+
     def __init__(
         self,
-        truncation: int | None = None,
+        window: int | None = None,
         objective: Objective = "loss",
         share: float = 1.0,
         record: Literal["full", "bfloat16"] = "full",
         block: int = 8192,
         spill: str | None = None,
     ) -> None:
-        for name, value in (("truncation", truncation), ("block", block)):
+        for name, value in (("window", window), ("block", block)):
             if value is not None and value < 1:
                 raise UserError(name, expected="at least 1", found=str(value), remedy="change the value")
         if not 0 < share <= 1:
             raise UserError("share", expected="a number in (0, 1]", found=str(share), remedy="change the value")
-        self.truncation, self.objective = truncation, objective
+        self.window, self.objective = window, objective
         self.share, self.record, self.block = share, record, block
-        self.rows = Rows(spill)
+        self.rows = VectorPool(spill)
         self._checked: tuple[Update | None, int] = (None, 0)
         self._dependencies: tuple[Update, Dependencies] | None = None
 
-    def init(self, carry: Carry, phi: Params, seed: int) -> UnrollState:
+    def init(self, carry: Carry, phi: Params, seed: int) -> EstimatorState:
         """The seed of the draws and the number of windows so far, where coordinates are drawn."""
         return torch.tensor([seed, 0]) if self.share < 1 else ()
 
     def __call__(
-        self, update: Update, loss: Loss, phi: Params, carry: Carry, steps: Iterable[Step], state: UnrollState = ()
+        self,
+        update: Update,
+        loss: Loss,
+        phi: Params,
+        carry: Carry,
+        steps: Iterable[InnerStep],
+        state: EstimatorState = (),
     ) -> MetaGradient:
-        """Runs and differentiates; see `Unroll.__call__`."""
+        """Runs and differentiates; see `MetaGradientEstimator`."""
         phi, way = detach(phi), _way(update)
         gradient = {name: torch.zeros_like(piece, dtype=torch.float64) for name, piece in phi.items()}
         value = carry.params.new_zeros(())
         losses: list[Tensor] = []
         params, aux, optimiser_state = detach(carry)
         layout = optimiser_state.layout
-        known: list[tuple[Measured, Tensor]] = []  # what the last step measured, and the weights in the meta-loss
-        window: _Open | None = None
+        known: list[
+            tuple[LossAndGradient, Tensor]
+        ] = []  # what the last step measured, and the weights in the meta-loss
+        window: _OpenWindow | None = None
 
         def close() -> None:
             if window is not None:
@@ -125,8 +135,8 @@ class Blockwise(Unroll):
 
         for index, step in enumerate(steps):
             seen = next((m for m, _ in known if m.batch is step.batch), None)
-            seen = seen or measure(loss, params, aux, step.batch)
-            if window is None or (self.truncation and index % self.truncation == 0):
+            seen = seen or loss_and_gradient(loss, params, aux, step.batch)
+            if window is None or (self.window and index % self.window == 0):
                 close()
                 window, state = self._open(optimiser_state, params, state)
                 optimiser_state = way.copied(optimiser_state)
@@ -145,7 +155,7 @@ class Blockwise(Unroll):
                 window.record.step(grads, seen.loss)
             known = []
             for target in step.targets:
-                measured = measure(loss, params, aux, target.batch)
+                measured = loss_and_gradient(loss, params, aux, target.batch)
                 piece, weight = term(measured, target.weight, self.objective)
                 value = value + piece
                 known.append((measured, weight))
@@ -155,7 +165,9 @@ class Blockwise(Unroll):
         trajectory = torch.stack(losses) if losses else carry.params.new_zeros(0)
         return MetaGradient(value, summed, Carry(params, aux, optimiser_state), trajectory, finite, state)
 
-    def plan(self, update: Update, loss: Loss, phi: Params, carry: Carry, steps: Iterable[Step], length: int) -> Plan:
+    def plan(
+        self, update: Update, loss: Loss, phi: Params, carry: Carry, steps: Iterable[InnerStep], length: int
+    ) -> Plan:
         """What a call of `length` steps from `carry` will take; runs a gradient and the replay of a block.
 
         Args:
@@ -171,14 +183,14 @@ class Blockwise(Unroll):
         """
         phi, carry, way = detach(phi), detach(carry), _way(update)
         size, numbers = carry.params.shape[-1], carry.params.numel()
-        window = max(1, min(length, self.truncation or length))
+        window = max(1, min(length, self.window or length))
         dtype = torch.bfloat16 if self.record == "bfloat16" else carry.params.dtype
         drawn = sum(sample_size(self.share, part) for part in carry.state.layout.sizes) * (numbers // max(size, 1))
         step, *following = islice(steps, 2)
         others = sum(all(target.batch is not later.batch for later in following) for target in step.targets)
         with activations() as held:
-            measure(loss, carry.params, carry.aux, step.batch)
-        gradient, seen = timed(lambda: measure(loss, carry.params, carry.aux, step.batch))
+            loss_and_gradient(loss, carry.params, carry.aux, step.batch)
+        gradient, seen = timed(lambda: loss_and_gradient(loss, carry.params, carry.aux, step.batch))
         few = min(size, self._block(window, way))
         alone = Alone()
         part = _sliced(carry.state, few)._replace(layout=carry.state.layout.slice(0, few).meeting(alone))
@@ -222,19 +234,21 @@ class Blockwise(Unroll):
             seconds += seconds_of(partial(way.mean_adjoint, phi, probe, {}, key))[0]
         return seconds
 
-    def _open(self, optimiser_state: OptimiserState, params: Tensor, state: UnrollState) -> "tuple[_Open, UnrollState]":
+    def _open(
+        self, optimiser_state: OptimiserState, params: Tensor, state: EstimatorState
+    ) -> "tuple[_OpenWindow, EstimatorState]":
         """An empty window at the present step, and the estimator's state after the draw."""
         self.rows.clear()
         dtype = torch.bfloat16 if self.record == "bfloat16" else params.dtype
         if self.share == 1:
-            return _Open(Record(optimiser_state, params, self.rows, dtype), None), state
+            return _OpenWindow(Record(optimiser_state, params, self.rows, dtype), None), state
         seed, count = state.tolist()
         source = generator("coordinates", seed, count)
         select, weights = stratified(optimiser_state.layout, self.share, source)
         record = Record(optimiser_state, params, self.rows, dtype, select)
-        return _Open(record, weights.to(params)), state + torch.tensor([0, 1])
+        return _OpenWindow(record, weights.to(params)), state + torch.tensor([0, 1])
 
-    def _replayed(self, phi: Params, window: "_Open", way: "_Way") -> Tables:
+    def _replayed(self, phi: Params, window: "_OpenWindow", way: "_Way") -> Tables:
         """The window's meta-gradient in float64, block after block; first the adjoints of its means, if they have any.
 
         Of parameters that lie across processes each process replays its part, and the sums are over all of them.
@@ -256,7 +270,7 @@ class Blockwise(Unroll):
             found = _added(found, networks)
         return found
 
-    def _linked(self, phi: Params, window: "_Open", way: "_Way") -> tuple[str, ...]:
+    def _linked(self, phi: Params, window: "_OpenWindow", way: "_Way") -> tuple[str, ...]:
         """The means whose adjoints are to be found, in the order of the passes."""
         record = window.record
         if way.linked is not None or not (record.meetings[0].means or record.meetings[0].wholes):
@@ -270,7 +284,7 @@ class Blockwise(Unroll):
                 )
         return self._dependencies[1].linked
 
-    def _summed(self, window: "_Open", way: "_Way", function: Callable[[Window], Tables]) -> Params:
+    def _summed(self, window: "_OpenWindow", way: "_Way", function: Callable[[Window], Tables]) -> Params:
         """What a function gives for every block, by name, summed in float64 and in a fixed order."""
         size = window.record.layout.size
         block = self._block(len(window.record.grads), way)
@@ -296,7 +310,7 @@ class Blockwise(Unroll):
         return min(self.block, max(256, AT_ONCE // max(steps, 1)))
 
 
-class _Open(NamedTuple):
+class _OpenWindow(NamedTuple):
     """A window under way, and the weights [m] of its coordinates if they are a sample."""
 
     record: Record
@@ -318,7 +332,9 @@ class _Way(NamedTuple):
 
 def _way(update: Update) -> _Way:
     if not isinstance(update, BlockUpdate):
-        return _Way(update, update, taped_replay(update), lambda state: state, False, None, taped_mean_adjoint(update))
+        return _Way(
+            update, update, autograd_replay(update), lambda state: state, False, None, taped_mean_adjoint(update)
+        )
     if not update.local:
         raise UserError(
             "estimator 'blockwise'",
@@ -330,7 +346,7 @@ def _way(update: Update) -> _Way:
     return _Way(
         plain,
         update.update_,
-        update.replay or taped_replay(plain),
+        update.replay or autograd_replay(plain),
         _copy,
         update.replay is not None and update.at_once is None,
         update.linked,

@@ -13,17 +13,17 @@ from torch import Tensor
 from l2lopt.core.errors import UserError, above_0
 from l2lopt.core.layout import Params
 from l2lopt.core.seeding import generator
-from l2lopt.core.types import Carry, Loss, Step, Update, detach
-from l2lopt.estimators.base import MetaGradient, Unroll, UnrollState
+from l2lopt.core.types import Carry, InnerStep, Loss, Update, detach
+from l2lopt.estimators.base import EstimatorState, MetaGradient, MetaGradientEstimator
 
 
-class EvolutionStrategies(Unroll):
+class EvolutionStrategies(MetaGradientEstimator):
     """ĝ = 1/(2 P σ²) Σ_p ξ_p (L(φ + ε_p) − L(φ − ε_p)), ε_p from N(0, σ²), over P antithetic pairs.
 
-    L is the meta-loss of the call's steps, the sum that `Taped` differentiates. Plain: every pair starts from the run's
-    carry, ξ = ε, and what earlier windows did to the carry is ignored, a bias like truncation's. Persistent: each
-    member of a pair carries its own run on from call to call and ξ_p is the sum of its ε so far, so that the
-    gradients of a run's windows add up to that of the whole run, with no bias but the smoothing's, O(σ²). Nothing is
+    L is the meta-loss of the call's steps, the sum that `Backprop` differentiates. Plain: every pair starts from the
+    run's carry, ξ = ε, and what earlier windows did to the carry is ignored, a bias like truncation's. Persistent: each
+    member of a pair carries its own run on from call to call and ξ_p is the sum of its ε so far, so that the gradients
+    of a run's windows add up to that of the whole run, with no bias but the smoothing's, O(σ²). Nothing is
     differentiated twice: where `taped` of second order drops nothing, so does this.
 
     Cost: 2P + 1 runs forward, no tape; persistent: P pairs of carries kept.
@@ -47,7 +47,7 @@ class EvolutionStrategies(Unroll):
         above_0("evolution strategies", sigma=sigma)
         self.pairs, self.sigma, self.persistent, self.objective = pairs, sigma, persistent, objective
 
-    def init(self, carry: Carry, phi: Params, seed: int) -> UnrollState:
+    def init(self, carry: Carry, phi: Params, seed: int) -> EstimatorState:
         """The seed and the calls so far; persistent: the members' carries and summed perturbations as well."""
         kept = self.pairs if self.persistent else 0
         return {
@@ -58,9 +58,15 @@ class EvolutionStrategies(Unroll):
         }
 
     def __call__(
-        self, update: Update, loss: Loss, phi: Params, carry: Carry, steps: Iterable[Step], state: UnrollState = ()
+        self,
+        update: Update,
+        loss: Loss,
+        phi: Params,
+        carry: Carry,
+        steps: Iterable[InnerStep],
+        state: EstimatorState = (),
     ) -> MetaGradient:
-        """Runs the pairs, and φ itself for the value, the losses and the carry; see `Unroll.__call__`."""
+        """Runs the pairs, and φ itself for the value, the losses and the carry; see `MetaGradientEstimator`."""
         if not state:
             remedy = "pass what init gives"
             raise UserError("evolution strategies", expected="their state", found="none", remedy=remedy)
@@ -89,7 +95,7 @@ class EvolutionStrategies(Unroll):
         )
 
     def _run(
-        self, update: Update, loss: Loss, phi: Params, carry: Carry, steps: list[Step]
+        self, update: Update, loss: Loss, phi: Params, carry: Carry, steps: list[InnerStep]
     ) -> tuple[Tensor, Carry, Tensor]:
         """The meta-loss of the steps under φ, where the run ends, and its training losses."""
         params, aux, state = carry

@@ -2,15 +2,15 @@
 
 import warnings
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
 from l2lopt.core.errors import UserError
 from l2lopt.core.layout import Params
-from l2lopt.core.types import Aux, Batch, Carry, Loss, ModuleLoss, Step, Update
-from l2lopt.estimators.backprop import Taped
-from l2lopt.estimators.base import MetaGradient, Unroll, UnrollState
+from l2lopt.core.types import Aux, Batch, Carry, InnerStep, Loss, ModuleLoss, Update
+from l2lopt.estimators.backprop import Backprop
+from l2lopt.estimators.base import EstimatorState, MetaGradient, MetaGradientEstimator
 
 _WARNINGS = (
     (r"invalid escape sequence '\\ '", r"(.*/)?higher/utils"),
@@ -19,13 +19,13 @@ _WARNINGS = (
 """What compiling `higher` 0.2.1 warns of: (message, module)."""
 
 
-class Higher(Unroll):
+class Higher(MetaGradientEstimator):
     """The meta-gradient of second order, the loss computed by `higher`'s functional copy of its module.
 
     `higher` gives each layer of a copy a forward that takes its weights from the call, so that these stay on the tape
     as functions of φ (Grefenstette et al. 2019, Generalized Inner Loop Meta-Learning). Meta-loss, targets and windows
-    are those of `Taped` in second order, whose loop runs here too, so value and gradient are the same. What differs is
-    who computes the loss: the two check one another.
+    are those of `Backprop` in second order, whose loop runs here too, so value and gradient are the same. What differs
+    is who computes the loss: the two check one another.
 
     Buffers are handed over with each call as the weights are: running statistics by aux, dropout masks by the batch.
 
@@ -33,29 +33,37 @@ class Higher(Unroll):
     holds its weights and moves its buffers in place, so it is one run's at a time and out of `vmap`'s reach.
 
     Args:
-        truncation: K, the steps of a window; None for the whole call.
+        window: K, the steps of a window; None for the whole call.
         objective: "loss" or "log-loss".
     """
 
-    def __init__(self, truncation: int | None = None, objective: Literal["loss", "log-loss"] = "loss") -> None:
-        self._taped = Taped(2, truncation, objective)
+    old_options: ClassVar[dict[str, str]] = {"truncation": "window"}
 
-    def init(self, carry: Carry, phi: Params, seed: int) -> UnrollState:
+    def __init__(self, window: int | None = None, objective: Literal["loss", "log-loss"] = "loss") -> None:
+        self._backprop = Backprop(2, window, objective)
+
+    def init(self, carry: Carry, phi: Params, seed: int) -> EstimatorState:
         """Nothing is kept."""
         return ()
 
     def __call__(
-        self, update: Update, loss: Loss, phi: Params, carry: Carry, steps: Iterable[Step], state: UnrollState = ()
+        self,
+        update: Update,
+        loss: Loss,
+        phi: Params,
+        carry: Carry,
+        steps: Iterable[InnerStep],
+        state: EstimatorState = (),
     ) -> MetaGradient:
-        """Runs and differentiates; see `Unroll.__call__`."""
-        remedy = "use the unroll 'taped' with order = 2"
+        """Runs and differentiates; see `MetaGradientEstimator`."""
+        remedy = "use the estimator 'backprop' with order = 2"
         if not isinstance(loss, ModuleLoss):
             found = f"{type(loss).__name__}: higher patches modules only"
             raise UserError("unroll 'higher': loss", expected="a ModuleLoss", found=found, remedy=remedy)
         if carry.params.dim() != 1:
             found = f"{list(carry.params.shape)}: a patched module holds the weights of one run"
             raise UserError("unroll 'higher': parameters", expected="a single run, [n]", found=found, remedy=remedy)
-        return self._taped(update, _patched(loss), phi, carry, steps, state)
+        return self._backprop(update, _patched(loss), phi, carry, steps, state)
 
 
 def _patched(loss: ModuleLoss) -> Loss:

@@ -12,7 +12,7 @@ Objective: TypeAlias = Literal["loss", "log-loss"]
 """What the meta-loss sums: the losses, or their logarithms."""
 
 
-class Measured(NamedTuple):
+class LossAndGradient(NamedTuple):
     """Remembered with its batch, because what one step measures often is the next step's batch."""
 
     batch: Batch
@@ -21,16 +21,16 @@ class Measured(NamedTuple):
     aux: Aux
 
 
-def measure(loss: Loss, params: Tensor, aux: Aux, batch: Batch, second: bool = False) -> Measured:
+def loss_and_gradient(loss: Loss, params: Tensor, aux: Aux, batch: Batch, second: bool = False) -> LossAndGradient:
     """The loss and its gradient at θ: both on the tape in second order, constants in first."""
     theta = params if second and params.requires_grad else params.detach().requires_grad_()
     with torch.enable_grad():
         value, moved = loss(theta, aux, batch)
         (grads,) = torch.autograd.grad(value.sum(), theta, create_graph=second)
-    return Measured(batch, value if second else value.detach(), grads, detach(moved))
+    return LossAndGradient(batch, value if second else value.detach(), grads, detach(moved))
 
 
-def term(measured: Measured, weight: float, objective: Objective) -> tuple[Tensor, Tensor]:
+def term(measured: LossAndGradient, weight: float, objective: Objective) -> tuple[Tensor, Tensor]:
     """A target's term of the meta-loss, mean over rows, and its derivative w f'(ℓ) / rows by each row's loss."""
     rows = max(measured.loss.numel(), 1)
     value, derivative = measured.loss, weight / rows * torch.ones_like(measured.loss)

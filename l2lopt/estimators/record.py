@@ -11,11 +11,11 @@ from l2lopt.core.groupings import SlicedGrouping
 from l2lopt.core.layout import Layout
 from l2lopt.core.types import OptimiserState
 from l2lopt.estimators.exchange import Recorder
-from l2lopt.estimators.loss_and_gradient import Measured
+from l2lopt.estimators.loss_and_gradient import LossAndGradient
 from l2lopt.estimators.window import Meeting, Window
 
 
-class Rows:
+class VectorPool:
     """Vectors kept from window to window and used again: fresh memory would cost more than what is written to it.
 
     Args:
@@ -66,7 +66,7 @@ class Record:
     """
 
     def __init__(
-        self, state: OptimiserState, params: Tensor, rows: Rows, dtype: torch.dtype, select: Tensor | None = None
+        self, state: OptimiserState, params: Tensor, rows: VectorPool, dtype: torch.dtype, select: Tensor | None = None
     ) -> None:
         self.rows, self.dtype = rows, dtype
         self.whole = state.layout
@@ -100,7 +100,9 @@ class Record:
         wholes = {name: self.rows.keep(self._part(value), self.dtype) for name, value in wholes.items()}
         self.meetings.append(Meeting(means, wholes, controls))
 
-    def sources(self, measured: Sequence[tuple[Measured, Tensor]], following: Measured | None = None) -> None:
+    def sources(
+        self, measured: Sequence[tuple[LossAndGradient, Tensor]], following: LossAndGradient | None = None
+    ) -> None:
         """∂(meta-loss)/∂θ after the last step, Σ weight·gradient; `following` is what the next step works with."""
         last = len(self.grads) - 1
         for one, weight in measured:

@@ -15,7 +15,7 @@ from l2lopt.estimators.window import AdjointOfMean, BlockAdjoints, MeanAdjoint, 
 Adjoints = Mapping[str, MeanAdjoint]
 
 
-def taped_replay(update: Update) -> Replay:
+def autograd_replay(update: Update) -> Replay:
     """The replay of any update by autograd: about 0.5 KB per coordinate of the block and step for an LSTM of 20."""
 
     def replay(phi: Params, window: Window, adjoints: Adjoints) -> BlockAdjoints:

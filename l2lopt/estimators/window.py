@@ -52,8 +52,8 @@ class MeanAdjoint(NamedTuple):
 
         v̄_i = total − self_weight·p_i
 
-    where `total` is M̄ / n and `self_weight` is 0 if all coordinates are there. If M̄ is estimated from a random sample,
-    two coordinates meet in it with another chance than one meets itself, and `self_weight` makes up for that.
+    where `total` is M̄ / n and `self_weight` is 0 if all coordinates are there. If M̄ is estimated from a random
+    sample, two coordinates meet in it with another chance than one meets itself, and `self_weight` makes up for that.
 
     Attributes:
         total: [T, *batch, count].

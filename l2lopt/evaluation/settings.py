@@ -18,7 +18,7 @@ from l2lopt.optimisers import Optimiser, Scheduled
 
 SPLITS: tuple[Split, ...] = ("train", "test")
 """The splits on which every comparison reads the losses."""
-_TABLE = {**optimisers.HANDMADE, **optimisers.WRAPPERS}
+_TABLE = {**optimisers.HAND_DESIGNED, **optimisers.WRAPPERS}
 
 
 class Baseline(Settings):

@@ -15,7 +15,7 @@ from l2lopt.core.errors import UserError
 from l2lopt.core.registry import Choice
 from l2lopt.core.seeding import seed_of
 from l2lopt.core.types import Report, silent
-from l2lopt.estimators import Unroll
+from l2lopt.estimators import MetaGradientEstimator
 from l2lopt.evaluation.free_runs import run_groups
 from l2lopt.experiments import from_python
 from l2lopt.experiments.config import Config, TrainConfig
@@ -32,7 +32,7 @@ class Experiment(NamedTuple):
     config: Config
     optimisees: list[Optimisee]
     optimiser: Optimiser
-    unroll: Unroll
+    estimator: MetaGradientEstimator
 
     @property
     def optimisee(self) -> Optimisee:
@@ -44,7 +44,7 @@ class Experiment(NamedTuple):
 
         A problem in which a loss is not finite makes it infinite.
         """
-        settings, optimiser = self.config.validation, kernels.fast(optimiser, self.config.backend)
+        settings, optimiser = self.config.validation, kernels.fuse(optimiser, self.config.backend)
         seeds = [seed_of("validation", self.config.seed, index) for index in range(settings.seeds)]
         scores = []
         for optimisee in self.optimisees:
@@ -85,14 +85,14 @@ def build(config: Config, given: Sequence[Optimisee] = ()) -> Experiment:
         for made, choice in zip(from_python.matched(given, choices, place), choices, strict=True)
     ]
     optimiser = optimisers.build(config.optimiser, optimisers.LEARNED, seed=seed_of("optimiser", config.seed))
-    unroll = registry.build(estimators.UNROLLS, "unroll", config.unroll.estimator)
+    estimator = registry.build(estimators.ESTIMATORS, "unroll", config.unroll.estimator)
     config.evaluation.checked_horizons()
     for baseline in config.evaluation.baselines:
         baseline.build(baseline.rates[0], config.evaluation.steps)
-    return Experiment(config, problems, fitting(optimiser, problems).to(place), unroll)
+    return Experiment(config, problems, match_dtype(optimiser, problems).to(place), estimator)
 
 
-def fitting(optimiser: Optimiser, problems: Sequence[Optimisee]) -> Optimiser:
+def match_dtype(optimiser: Optimiser, problems: Sequence[Optimisee]) -> Optimiser:
     """An optimiser in the dtype of these problems' parameters.
 
     Raises:

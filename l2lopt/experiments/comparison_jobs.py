@@ -23,7 +23,7 @@ from l2lopt.experiments.config import Config
 from l2lopt.experiments.run_cache import FileCache, file_digest, read_run, write_run
 from l2lopt.optimisers import Optimiser
 from l2lopt.parallel import processes
-from l2lopt.parallel.jobs import apart, slug, work_of
+from l2lopt.parallel.jobs import fingerprint, slug, unique_labels
 from l2lopt.parallel.threads import cpu_threads
 from l2lopt.storage import tensor_file
 from l2lopt.weights import files
@@ -65,7 +65,7 @@ class Study(Settings):
     optimisers: list[Contender] = Field(min_length=1)
     """Learned optimisers."""
 
-    _apart = field_validator("problems", "optimisers")(apart)
+    _apart = field_validator("problems", "optimisers")(unique_labels)
 
 
 class StudyLocation(NamedTuple):
@@ -166,7 +166,7 @@ def make_job(location: StudyLocation, job: Job, report: Report = silent) -> None
         else:
             rule = given or files.load(path.parent / "optimiser.safetensors", trusted=True)
             run = comparison.learned_run(
-                kernels.fast(build.fitting(rule, [optimisee]).to(build.device(config.device)), config.backend),
+                kernels.fuse(build.match_dtype(rule, [optimisee]).to(build.device(config.device)), config.backend),
                 optimisee,
                 settings,
                 seed=study.seed,
@@ -183,7 +183,7 @@ def resolve(location: StudyLocation, job: Job) -> ResolvedJob:
     config = config_of(location, job)
     home = Path(location.folder) / slug(study.problems[job.problem].label)
     data = _fingerprint(json.dumps(config.optimisee, sort_keys=True), os.environ.get("L2LOPT_DATA"))
-    depends = work_of(optimisee=config.optimisee, **data)
+    depends = fingerprint(optimisee=config.optimisee, **data)
     asked = config.evaluation.model_dump(mode="json", exclude={"baselines"}, exclude_none=True)
     work: dict[str, Any] = {"seed": study.seed, "evaluation": asked}
     if job.meta_seed is None:

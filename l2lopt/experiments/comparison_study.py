@@ -24,7 +24,7 @@ from l2lopt.experiments import config as configs
 from l2lopt.experiments.comparison_jobs import Job, Study, StudyLocation
 from l2lopt.experiments.training_study import TrainingStudy
 from l2lopt.parallel import processes
-from l2lopt.parallel.jobs import make_all, slug
+from l2lopt.parallel.jobs import run_jobs, slug
 from l2lopt.report import figures
 from l2lopt.storage.run_log import existing, write_json, write_text
 
@@ -96,7 +96,7 @@ def reproduce(
         folder: Folder that gets every file.
         changes: Changes to every config, such as "evaluation.seeds=50".
         jobs: Number of processes that make the study's parts at the same time.
-        report: Progress; with several processes as `jobs.make_all` gives it.
+        report: Progress; with several processes as `jobs.run_jobs` gives it.
 
     Returns:
         `table.md`, `table.json`, and a figure for each problem.
@@ -115,7 +115,7 @@ def reproduce(
         _forecast(location, planned, jobs)
         if jobs > 1 and processes.ranks() > 1:
             raise UserError("jobs", expected="1 under torchrun", found=str(jobs), remedy="drop --jobs, or torchrun")
-        make_all(partial(comparison_jobs.make_job, location), planned, jobs, report)
+        run_jobs(partial(comparison_jobs.make_job, location), planned, jobs, report)
         return processes.on_first(lambda: _summary(location))
 
 

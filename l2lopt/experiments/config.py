@@ -82,9 +82,9 @@ class TrainConfig(_Common):
     """An optimisee trained to the end by any optimiser."""
 
     optimiser: Choice
-    """One of ours, learned or hand-made, or `torch.optim.RMSprop` and its like: a name, or a table of the name and its
-    options; or a table of `weights`, the name of one that comes with the package or a file that meta-training has left,
-    and any of `LearnedOptimizer`'s `lr`, `weight_decay`, `max_update` and `fallback`."""
+    """One of ours, learned or hand-designed, or `torch.optim.RMSprop` and its like: a name, or a table of the name and
+    its options; or a table of `weights`, the name of one that comes with the package or a file that meta-training has
+    left, and any of `LearnedOptimizer`'s `lr`, `weight_decay`, `max_update` and `fallback`."""
     train: TrainSettings = TrainSettings()
     """How long, and what is watched."""
 

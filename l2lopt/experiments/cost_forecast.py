@@ -132,7 +132,7 @@ def measure_costs(experiment: Experiment, baselines: Sequence[Baseline] = ()) ->
         seconds = _seconds(partial(_evaluate, optimisee, params, aux, batch))
         evaluations[split] = seconds * sum(other for _, other in parts) / count
     return Costs(
-        learned=step(kernels.fast(experiment.optimiser, config.backend)),
+        learned=step(kernels.fuse(experiment.optimiser, config.backend)),
         unrolled=_unrolled(experiment, seeds[0]),
         evaluations=evaluations,
         baselines={one.name: step(one.build(min(one.rates), settings.steps)) for one in baselines},
@@ -157,8 +157,8 @@ def _unrolled(experiment: Experiment, seed: int) -> float:
 
     def call() -> object:
         stream = inner_steps(optimisee, unroll.targets, seed, 0, steps)
-        state = experiment.unroll.init(carry, optimiser.phi(), seed)
-        return experiment.unroll(update, loss, optimiser.phi(), carry, stream, state)
+        state = experiment.estimator.init(carry, optimiser.phi(), seed)
+        return experiment.estimator(update, loss, optimiser.phi(), carry, stream, state)
 
     return _seconds(call) / steps
 

@@ -100,7 +100,7 @@ def meta_train(
             result = meta_training.meta_train(
                 experiment.optimiser,
                 experiment.optimisees,
-                experiment.unroll,
+                experiment.estimator,
                 settings.meta,
                 settings.unroll,
                 score=partial(experiment.score, report=report),
@@ -175,8 +175,10 @@ def evaluate(
             name = next((name for name in names if name not in learned), None)
             if name is None:
                 raise UserError("evaluate", expected="each run once", found=f"{folder} again", remedy="leave it out")
-            optimiser = build.fitting(weights.load(folder / "optimiser.safetensors", trusted=True), [first.optimisee])
-            learned[name] = kernels.fast(optimiser.to(build.device(own.device)), own.backend)
+            optimiser = build.match_dtype(
+                weights.load(folder / "optimiser.safetensors", trusted=True), [first.optimisee]
+            )
+            learned[name] = kernels.fuse(optimiser.to(build.device(own.device)), own.backend)
         with cpu_threads(settings[0].threads):
             result = comparison.evaluate(
                 learned, first.optimisee, settings[0].evaluation, seed=settings[0].seed, report=report

@@ -19,7 +19,7 @@ from l2lopt.experiments import build, runs
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import TrainConfig
 from l2lopt.optimisee import Optimisee
-from l2lopt.parallel.jobs import apart, kept, make_all, slug, spread, work_of
+from l2lopt.parallel.jobs import fingerprint, format_range, load_result, run_jobs, slug, unique_labels
 from l2lopt.parallel.threads import cpu_threads
 from l2lopt.report.tables import Cell, Table
 from l2lopt.storage.run_log import write_json, write_text
@@ -60,7 +60,7 @@ class TrainingStudy(Settings):
     runs: list[Run] = Field(min_length=1, validation_alias=AliasChoices(*ROWS))
     """Rows of the table; see `Run`. The keys `encoders` and `labellers` mean the same."""
 
-    _apart = field_validator("runs")(apart)
+    _apart = field_validator("runs")(unique_labels)
 
 
 class _Job(NamedTuple):
@@ -117,7 +117,7 @@ def reproduce(
     references, rows, beside = _prepared(study, Path(source), Path(folder), changes)
     make = partial(_make, references)
     rounds = zip_longest(*(own.values() for own in rows.values()))
-    make_all(make, [job for one in rounds for job in one if job is not None], jobs, report)
+    run_jobs(make, [job for one in rounds for job in one if job is not None], jobs, report)
     found = {label: {str(seed): make(job, report) for seed, job in own.items()} for label, own in rows.items()}
     paths = [Path(folder) / "table.md", Path(folder) / "table.json"]
     write_text(paths[0], table(study, references, found, beside).markdown() + "\n")
@@ -190,15 +190,15 @@ def _make(references: References, job: _Job, report: Report) -> Result:
     """Loads the cached result of a job, or computes and stores it."""
     optimisee, path = build.build_training(job.config).optimisee, job.folder / "found.json"
     recipe = job.config.model_dump(mode="json", exclude={"label"})
-    work = work_of(recipe=recipe, **references.depends_on(job.kind), **optimisee.fingerprint())
-    known = kept(path, work)
+    work = fingerprint(recipe=recipe, **references.depends_on(job.kind), **optimisee.fingerprint())
+    known = load_result(path, work)
     if known is None or not _readable(references, job.kind, known):
         trained = runs.train(job.config, job.folder, resume=True, report=report) if job.kind == "trained" else None
         with cpu_threads(job.config.threads):
             run = StudyRun(job.kind, job.config.seed, job.folder, trained)
             result = references.result(optimisee, run, report)
         write_json(path, {"work": work, **result})
-        known = kept(path, work)
+        known = load_result(path, work)
         assert known is not None
     return known
 
@@ -253,7 +253,7 @@ def _cell(column: Column, own: Mapping[str, Result], references: Sequence[Mappin
     if column.show == "median":
         numbers = [number for number in numbers if number]
         return f"{median(numbers):,.0f}" if numbers else ""
-    text = spread(numbers, column.digits)
+    text = format_range(numbers, column.digits)
     if not column.marked or not references:
         return text
     means = [fmean(_numbers(column, one)) for one in references]
@@ -268,7 +268,7 @@ def _reference_cell(column: Column, own: Mapping[str, Result]) -> Cell:
     if column.show != "range":
         return None
     try:
-        return spread(_numbers(column, own), column.digits)
+        return format_range(_numbers(column, own), column.digits)
     except KeyError:
         return None
 
@@ -298,4 +298,4 @@ def against(column: Column, label: str, own: Mapping[str, Result], other: Mappin
     mean = fmean(differences)
     worse = mean > 0 if column.better == "lower" else mean < 0
     sizes = differences if worse == (column.better == "lower") else [-difference for difference in differences]
-    return f"{'**worse**' if worse else 'better'} than {label} by {spread(sizes, column.digits)}"
+    return f"{'**worse**' if worse else 'better'} than {label} by {format_range(sizes, column.digits)}"

@@ -14,7 +14,7 @@ from l2lopt.kernels import triton
 from l2lopt.kernels.cpu.replay import has_statistic_adjoint, refusal_to_replay, replay, statistic_adjoint
 from l2lopt.kernels.cpu.step import CPU, refusal
 from l2lopt.kernels.cpu.workspace import Workspace
-from l2lopt.kernels.fused import Twin
+from l2lopt.kernels.fused import FusedOptimiser
 from l2lopt.kernels.recorded import MEAN
 from l2lopt.optimisers import Coordinatewise, Optimiser
 
@@ -23,7 +23,7 @@ choices: set[tuple[str, str | None]] = set()
 """What "auto" has logged: (choice, reason)."""
 
 
-def fast(optimiser: Optimiser, backend: str = "auto") -> Optimiser:
+def fuse(optimiser: Optimiser, backend: str = "auto") -> Optimiser:
     """The optimiser in the form that `backend` names, sharing its parameters.
 
     Args:
@@ -37,7 +37,7 @@ def fast(optimiser: Optimiser, backend: str = "auto") -> Optimiser:
     if backend not in BACKENDS:
         remedy = did_you_mean(backend, BACKENDS)
         raise UserError("backend", expected="a known name", found=repr(backend), remedy=remedy)
-    if backend == "reference" or isinstance(optimiser, Twin):
+    if backend == "reference" or isinstance(optimiser, FusedOptimiser):
         return optimiser
     wanted = backend if backend != "auto" else _of_its_device(optimiser)
     reason = (triton.refusal if wanted == "triton" else refusal)(optimiser)
@@ -59,13 +59,13 @@ def block_update(optimiser: Optimiser, backend: str = "auto") -> Update:
 
     Args:
         optimiser: the reference.
-        backend: One of `BACKENDS`, see `fast`; where only the step has a fused form, autograd goes back.
+        backend: One of `BACKENDS`, see `fuse`; where only the step has a fused form, autograd goes back.
 
     Raises:
-        UserError: For what `fast` refuses.
+        UserError: For what `fuse` refuses.
     """
-    twin, space = fast(optimiser, backend), Workspace()
-    if not isinstance(twin, Twin):
+    twin, space = fuse(optimiser, backend), Workspace()
+    if not isinstance(twin, FusedOptimiser):
         plain = optimiser.update_with
         return BlockUpdate(plain, plain, local=optimiser.coordinatewise)
     reference = twin.reference
@@ -98,7 +98,7 @@ def _of_its_device(optimiser: Optimiser) -> str:
     return "triton" if any(value.is_cuda for value in optimiser.phi().values()) else "cpu"
 
 
-def _triton(optimiser: Coordinatewise) -> Twin:
+def _triton(optimiser: Coordinatewise) -> FusedOptimiser:
     from l2lopt.kernels.triton.step import Triton  # imports Triton itself, which not every machine has
 
     return Triton(optimiser)
@@ -110,4 +110,4 @@ def _log(choice: str, reason: str | None) -> None:
         logging.getLogger("l2lopt").info("backend auto: %s%s", choice, "" if reason is None else f", as {reason}")
 
 
-__all__ = ["BACKENDS", "CPU", "block_update", "choices", "fast", "refusal"]
+__all__ = ["BACKENDS", "CPU", "block_update", "choices", "fuse", "refusal"]

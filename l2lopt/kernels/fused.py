@@ -17,7 +17,7 @@ from l2lopt.optimisers import Coordinatewise, Optimiser
 CONTIGUOUS = torch.contiguous_format
 
 
-class Twin(Optimiser):
+class FusedOptimiser(Optimiser):
     """A fast form of a coordinatewise rule: the same φ, states and numbers.
 
     Where a derivative may be asked for (φ or an argument needs one, or a `torch.func` transform is at work), and for

@@ -11,12 +11,12 @@ from l2lopt.optimisers.hand_designed import SGD, AdamW, Momentum, Rate, adam
 from l2lopt.optimisers.inputs import INPUTS, Input
 from l2lopt.optimisers.normalised_adam import NormalisedAdam
 from l2lopt.optimisers.rules import RULES, UpdateRule
-from l2lopt.optimisers.schedules import Scheduled, Shape
+from l2lopt.optimisers.schedules import Schedule, Scheduled
 
 
 def scheduled(
     optimiser: Choice,
-    shape: Shape = "cosine",
+    shape: Schedule = "cosine",
     warm_up: int = 0,
     total: int | None = None,
     final: float = 0.0,
@@ -37,7 +37,7 @@ def scheduled(
 
 
 LEARNED: Mapping[str, Callable[..., Optimiser]] = {"coordinatewise": coordinatewise}
-HANDMADE: Mapping[str, Callable[..., Optimiser]] = {
+HAND_DESIGNED: Mapping[str, Callable[..., Optimiser]] = {
     "sgd": SGD,
     "momentum": Momentum,
     "adam": adam,
@@ -46,7 +46,7 @@ HANDMADE: Mapping[str, Callable[..., Optimiser]] = {
 }
 WRAPPERS: Mapping[str, Callable[..., Optimiser]] = {"scheduled": scheduled}
 """Optimisers around another one, whose choice is among their options."""
-OPTIMISERS: Mapping[str, Callable[..., Optimiser]] = {**LEARNED, **HANDMADE, **WRAPPERS}
+OPTIMISERS: Mapping[str, Callable[..., Optimiser]] = {**LEARNED, **HAND_DESIGNED, **WRAPPERS}
 
 
 def make(name: str, **options: Any) -> Optimiser:
@@ -62,7 +62,7 @@ def build(choice: Choice, table: Mapping[str, Callable[..., Optimiser]] = OPTIMI
 
 
 __all__ = [
-    "HANDMADE",
+    "HAND_DESIGNED",
     "INPUTS",
     "LEARNED",
     "OPTIMISERS",

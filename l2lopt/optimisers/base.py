@@ -37,14 +37,14 @@ class Optimiser(nn.Module, ABC):
         coordinatewise: Whether the rule obeys the law of locality.
         groupings: Groupings in which its coordinates meet, of "tensors", "rows" and "columns".
         needs_loss: Whether `update` must be given the loss.
-        rounds_its_state: Whether it takes a state in another dtype than it computes in.
+        accepts_low_precision_state: Whether it takes a state in another dtype than it computes in.
         description: The choice (name and options) that builds this optimiser again, set by `optimisers.make`.
     """
 
     coordinatewise: bool = True
     groupings: tuple[str, ...] = ()
     needs_loss: bool = False
-    rounds_its_state: bool = False
+    accepts_low_precision_state: bool = False
     description: Mapping[str, Any] | None = None
 
     @abstractmethod
@@ -107,13 +107,13 @@ class Optimiser(nn.Module, ABC):
         return result
 
 
-def blank(layout: Layout, batch: Sequence[int], like: Tensor | None) -> Tensor:
+def zeros(layout: Layout, batch: Sequence[int], like: Tensor | None) -> Tensor:
     """Zeros [*batch, n] of the dtype and device of `like`."""
     if like is None:
         return torch.zeros(*batch, layout.size)
     return torch.zeros(*batch, layout.size, dtype=like.dtype, device=like.device)
 
 
-def first_step(like: Tensor) -> Tensor:
+def zero_step(like: Tensor) -> Tensor:
     """A step count of 0 on the device of `like`."""
     return torch.zeros((), dtype=torch.int64, device=like.device)

@@ -17,8 +17,8 @@ from l2lopt.core.layout import Layout, Params
 from l2lopt.core.registry import Choice
 from l2lopt.core.seeding import seeded
 from l2lopt.core.types import OptimiserState
-from l2lopt.optimisers.base import Optimiser, blank, first_step
-from l2lopt.optimisers.inputs import INPUTS, Input, Loss, Sight
+from l2lopt.optimisers.base import Optimiser, zero_step, zeros
+from l2lopt.optimisers.inputs import INPUTS, Input, Loss, StepInputs
 from l2lopt.optimisers.rules import RULES, UpdateRule
 
 
@@ -60,13 +60,13 @@ class Coordinatewise(Optimiser):
         self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None, total_steps: int | None = None
     ) -> OptimiserState:
         """The cell's initial state and empty memories: one coordinate's, expanded to all, which takes no memory."""
-        zero = blank(Layout(("any",), ((1,),)), batch, like)
+        zero = zeros(Layout(("any",), ((1,),)), batch, like)
         one = {f"{name}.{key}": zero.clone() for name, item in self._inputs().items() for key in item.memory}
         x = zero.expand(self.cell.input_size, *zero.shape)
         one |= {f"cell.{key}": value for key, value in self.cell.initial_state(x).items()}
         one |= {f"rule.{key}": zero.clone() for key in self.rule.memory}
         coordinates = {key: value.expand(*value.shape[:-1], layout.size) for key, value in one.items()}
-        shared = {"step": first_step(zero), "skipped": zero.new_zeros(tuple(batch), dtype=torch.int64)}
+        shared = {"step": zero_step(zero), "skipped": zero.new_zeros(tuple(batch), dtype=torch.int64)}
         return OptimiserState(layout, coordinates, {}, shared)
 
     def update(
@@ -75,17 +75,17 @@ class Coordinatewise(Optimiser):
         """One step of the network for every coordinate; about 60 small tensor operations whatever n is."""
         finite = grads.square().isfinite()  # the inputs square it
         step = state.shared["step"] + 1
-        sight = Sight(grads.where(finite, 0.0), params, step, loss, state.layout, finite)
+        step_inputs = StepInputs(grads.where(finite, 0.0), params, step, loss, state.layout, finite)
         features: dict[str, Tensor] = {}
         coordinates: dict[str, Tensor] = {}
         for name, item in self._inputs().items():
-            features[name], memory = item(sight, _part(state.coordinates, name))
+            features[name], memory = item(step_inputs, _part(state.coordinates, name))
             coordinates |= {f"{name}.{key}": value for key, value in memory.items()}
         x = affine(self.embedding.bias, (self.embedding.weight, torch.cat(list(features.values()))))
         h, memory = self.cell(x, _part(state.coordinates, "cell"))
         coordinates |= {f"cell.{key}": value for key, value in memory.items()}
         outputs = affine(self.head.bias, (self.head.weight, h))
-        update, memory = self.rule(outputs, features, sight, _part(state.coordinates, "rule"))
+        update, memory = self.rule(outputs, features, step_inputs, _part(state.coordinates, "rule"))
         coordinates |= {f"rule.{key}": value for key, value in memory.items()}
         # In the state's own order, which is what a checkpoint's places go by.
         kept = {key: torch.where(finite, coordinates[key], value) for key, value in state.coordinates.items()}

@@ -12,7 +12,7 @@ from torch import Tensor
 from l2lopt.core.errors import UserError, at_least_0
 from l2lopt.core.layout import Layout
 from l2lopt.core.types import OptimiserState
-from l2lopt.optimisers.base import Optimiser, blank, first_step
+from l2lopt.optimisers.base import Optimiser, zero_step, zeros
 from l2lopt.optimisers.schedules import check_schedule, warm_up_cosine
 
 Rate: TypeAlias = float | Tensor
@@ -27,7 +27,7 @@ class SGD(Optimiser):
 
     def __init__(self, lr: Rate) -> None:
         super().__init__()
-        self.lr = positive(lr)
+        self.lr = check_rate(lr)
 
     def init(
         self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None, total_steps: int | None = None
@@ -39,7 +39,7 @@ class SGD(Optimiser):
         self, grads: Tensor, state: OptimiserState, params: Tensor, *, loss: Tensor | None = None
     ) -> tuple[Tensor, OptimiserState]:
         """−η g."""
-        return -rows(self.lr, grads) * grads, state
+        return -per_row(self.lr, grads) * grads, state
 
 
 class Momentum(Optimiser):
@@ -52,27 +52,28 @@ class Momentum(Optimiser):
 
     def __init__(self, lr: Rate, momentum: float = 0.9) -> None:
         super().__init__()
-        self.lr, self.momentum = positive(lr), share("momentum", momentum)
+        self.lr, self.momentum = check_rate(lr), check_decay("momentum", momentum)
 
     def init(
         self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None, total_steps: int | None = None
     ) -> OptimiserState:
         """The state v = 0."""
-        return OptimiserState(layout, {"velocity": blank(layout, batch, like)}, {}, {})
+        return OptimiserState(layout, {"velocity": zeros(layout, batch, like)}, {}, {})
 
     def update(
         self, grads: Tensor, state: OptimiserState, params: Tensor, *, loss: Tensor | None = None
     ) -> tuple[Tensor, OptimiserState]:
         """−η v'."""
         velocity = self.momentum * state.coordinates["velocity"] + grads
-        return -rows(self.lr, grads) * velocity, state._replace(coordinates={"velocity": velocity})
+        return -per_row(self.lr, grads) * velocity, state._replace(coordinates={"velocity": velocity})
 
 
 class AdamW(Optimiser):
     """Adam with decoupled weight decay, warm-up and cosine. Kingma and Ba 2015, Loshchilov and Hutter 2019.
 
     m' = β₁ m + (1 − β₁) g; v' = β₂ v + (1 − β₂) g²; u = −η_t (m̂ / (√v̂ + ε) + λ θ) with m̂ = m' / (1 − β₁ᵗ),
-    v̂ = v' / (1 − β₂ᵗ) and η_t = η · `warm_up_cosine`. Equals `torch.optim.AdamW` under a `LambdaLR` of that multiplier.
+    v̂ = v' / (1 − β₂ᵗ) and η_t = η · `warm_up_cosine`. Equals `torch.optim.AdamW` under a `LambdaLR` of that
+    multiplier.
 
     Args:
         lr: η > 0, the highest rate.
@@ -96,8 +97,8 @@ class AdamW(Optimiser):
         total: int | None = None,
     ) -> None:
         super().__init__()
-        self.lr, self.eps = positive(lr), eps
-        self.beta1, self.beta2 = two_shares("betas", betas)
+        self.lr, self.eps = check_rate(lr), eps
+        self.beta1, self.beta2 = check_decays("betas", betas)
         self.weight_decay, self.warm_up, self.total = weight_decay, warm_up, total
         at_least_0("adamw", eps=eps, weight_decay=weight_decay)
         check_schedule("adamw", "cosine", warm_up, total)
@@ -106,8 +107,8 @@ class AdamW(Optimiser):
         self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None, total_steps: int | None = None
     ) -> OptimiserState:
         """The state m = v = 0."""
-        m, v = blank(layout, batch, like), blank(layout, batch, like)
-        return OptimiserState(layout, {"m": m, "v": v}, {}, {"step": first_step(m)})
+        m, v = zeros(layout, batch, like), zeros(layout, batch, like)
+        return OptimiserState(layout, {"m": m, "v": v}, {}, {"step": zero_step(m)})
 
     def update(
         self, grads: Tensor, state: OptimiserState, params: Tensor, *, loss: Tensor | None = None
@@ -116,12 +117,14 @@ class AdamW(Optimiser):
         step = state.shared["step"]
         m = self.beta1 * state.coordinates["m"] + (1 - self.beta1) * grads
         v = self.beta2 * state.coordinates["v"] + (1 - self.beta2) * grads.square()
-        direction = unbias(m, self.beta1, step + 1) / (unbias(v, self.beta2, step + 1).sqrt() + self.eps)
+        direction = bias_corrected(m, self.beta1, step + 1) / (
+            bias_corrected(v, self.beta2, step + 1).sqrt() + self.eps
+        )
         if self.weight_decay:
             direction = direction + self.weight_decay * params
         # The rate is multiplied here and not the update, as `Scheduled` does: one rounding differs, and with it results
         # that have been published.
-        rate = -rows(self.lr, grads)
+        rate = -per_row(self.lr, grads)
         if self.warm_up or self.total is not None:
             rate = rate * warm_up_cosine(step, self.warm_up, self.total).to(grads.dtype)
         return rate * direction, state._replace(coordinates={"m": m, "v": v}, shared={"step": step + 1})
@@ -132,31 +135,31 @@ def adam(lr: Rate, betas: Sequence[float] = (0.9, 0.999), eps: float = 1e-8) -> 
     return AdamW(lr, betas, eps, weight_decay=0.0)
 
 
-def unbias(mean: Tensor, beta: float, step: Tensor) -> Tensor:
+def bias_corrected(mean: Tensor, beta: float, step: Tensor) -> Tensor:
     """A running mean over the weight its `step` terms have so far, 1 − βᵗ."""
     return mean / (1 - beta ** step.double()).to(mean.dtype)
 
 
-def rows(rate: Rate, grads: Tensor) -> Rate:
+def per_row(rate: Rate, grads: Tensor) -> Rate:
     """A rate per row, shaped to multiply coordinates."""
     return rate.to(grads)[..., None] if isinstance(rate, Tensor) else rate
 
 
-def positive(rate: Rate) -> Rate:
+def check_rate(rate: Rate) -> Rate:
     """A rate, or all rates, above 0."""
     if not bool(torch.as_tensor(rate).gt(0).all()):
         raise UserError("lr", expected="a rate above 0", found=str(rate), remedy="give a positive rate")
     return rate
 
 
-def two_shares(name: str, values: Sequence[float]) -> tuple[float, float]:
+def check_decays(name: str, values: Sequence[float]) -> tuple[float, float]:
     """Two numbers in [0, 1), as decay rates of running means are."""
     if len(values) != 2:
         raise UserError(name, expected="two numbers", found=str(list(values)), remedy="give both")
-    return share(name, values[0]), share(name, values[1])
+    return check_decay(name, values[0]), check_decay(name, values[1])
 
 
-def share(name: str, value: float) -> float:
+def check_decay(name: str, value: float) -> float:
     """A number in [0, 1), as the decay rate of a running mean is."""
     if not 0 <= value < 1:
         raise UserError(name, expected="a number in [0, 1)", found=str(value), remedy="change the value")

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from l2lopt.core.errors import UserError, above_0
 from l2lopt.core.layout import Layout, Params
-from l2lopt.optimisers.hand_designed import share, two_shares, unbias
+from l2lopt.optimisers.hand_designed import bias_corrected, check_decay, check_decays
 
 
-class Sight(NamedTuple):
+class StepInputs(NamedTuple):
     """What an input may look at.
 
     Attributes:
@@ -35,9 +35,9 @@ class Sight(NamedTuple):
 class Input(nn.Module, ABC):
     """One kind of input.
 
-    What an input gives a coordinate may depend on other coordinates through `sight.layout` only: through means over
-    groups, or through `sight.layout.whole(name, function, values)` for a function of whole tensors. That is recorded
-    for backpropagation block by block, and a constant there.
+    What an input gives a coordinate may depend on other coordinates through `step_inputs.layout` only: through means
+    over groups, or through `step_inputs.layout.whole(name, function, values)` for a function of whole tensors. That is
+    recorded for backpropagation block by block, and a constant there.
 
     Attributes:
         size: features per coordinate.
@@ -48,7 +48,7 @@ class Input(nn.Module, ABC):
     memory: Sequence[str] = ()
 
     @abstractmethod
-    def forward(self, sight: Sight, memory: Params) -> tuple[Tensor, Params]:
+    def forward(self, step_inputs: StepInputs, memory: Params) -> tuple[Tensor, Params]:
         """The features [size, *batch, n] and the memory after this step."""
 
 
@@ -68,9 +68,9 @@ class LogAndSign(Input):
         above_0("log-and-sign", p=p)
         self.p = p
 
-    def forward(self, sight: Sight, memory: Params) -> tuple[Tensor, Params]:
+    def forward(self, step_inputs: StepInputs, memory: Params) -> tuple[Tensor, Params]:
         """(log|g| / p, sign g), or (−1, eᵖ g) where g is small."""
-        return log_and_sign(sight.grads, self.p), memory
+        return log_and_sign(step_inputs.grads, self.p), memory
 
 
 class RNNprop(Input):
@@ -89,17 +89,17 @@ class RNNprop(Input):
 
     def __init__(self, betas: Sequence[float] = (0.9, 0.99), eps: float = 1e-8) -> None:
         super().__init__()
-        self.beta1, self.beta2 = two_shares("rnnprop: betas", betas)
+        self.beta1, self.beta2 = check_decays("rnnprop: betas", betas)
         above_0("rnnprop", eps=eps)
         self.eps = eps
 
-    def forward(self, sight: Sight, memory: Params) -> tuple[Tensor, Params]:
+    def forward(self, step_inputs: StepInputs, memory: Params) -> tuple[Tensor, Params]:
         """(m̂, g) / (√v̂ + ε)."""
-        g = sight.grads
+        g = step_inputs.grads
         m = self.beta1 * memory["m"] + (1 - self.beta1) * g
         v = self.beta2 * memory["v"] + (1 - self.beta2) * g.square()
-        scale = root(unbias(v, self.beta2, sight.step)) + self.eps
-        return torch.stack([unbias(m, self.beta1, sight.step) / scale, g / scale]), {"m": m, "v": v}
+        scale = safe_sqrt(bias_corrected(v, self.beta2, step_inputs.step)) + self.eps
+        return torch.stack([bias_corrected(m, self.beta1, step_inputs.step) / scale, g / scale]), {"m": m, "v": v}
 
 
 class LogStep(Input):
@@ -116,10 +116,10 @@ class LogStep(Input):
         above_0("log-step", scale=scale)
         self.scale = scale
 
-    def forward(self, sight: Sight, memory: Params) -> tuple[Tensor, Params]:
+    def forward(self, step_inputs: StepInputs, memory: Params) -> tuple[Tensor, Params]:
         """log(t) / scale."""
-        value = (sight.step.double().log() / self.scale).to(sight.grads.dtype)
-        return value.expand(1, *sight.grads.shape), memory
+        value = (step_inputs.step.double().log() / self.scale).to(step_inputs.grads.dtype)
+        return value.expand(1, *step_inputs.grads.shape), memory
 
 
 class Parameter(Input):
@@ -130,9 +130,9 @@ class Parameter(Input):
     def __init__(self) -> None:
         super().__init__()  # a signature without options: nn.Module's takes any
 
-    def forward(self, sight: Sight, memory: Params) -> tuple[Tensor, Params]:
+    def forward(self, step_inputs: StepInputs, memory: Params) -> tuple[Tensor, Params]:
         """θ."""
-        return sight.params.unsqueeze(0), memory
+        return step_inputs.params.unsqueeze(0), memory
 
 
 class Loss(Input):
@@ -149,12 +149,12 @@ class Loss(Input):
         above_0("loss", p=p)
         self.p = p
 
-    def forward(self, sight: Sight, memory: Params) -> tuple[Tensor, Params]:
+    def forward(self, step_inputs: StepInputs, memory: Params) -> tuple[Tensor, Params]:
         """(log ℓ / p, 1), or (−1, eᵖ ℓ) where ℓ is small."""
-        if sight.loss is None:
+        if step_inputs.loss is None:
             remedy = "pass loss= to update"
             raise UserError("input 'loss'", expected="the loss of this step", found="none", remedy=remedy)
-        return log_and_sign(sight.loss[..., None].expand_as(sight.grads), self.p), memory
+        return log_and_sign(step_inputs.loss[..., None].expand_as(step_inputs.grads), self.p), memory
 
 
 class Momenta(Input):
@@ -172,22 +172,22 @@ class Momenta(Input):
         self, betas: Sequence[float] = (0.5, 0.9, 0.99, 0.999), square_beta: float = 0.999, eps: float = 1e-8
     ) -> None:
         super().__init__()
-        self.betas = [share("momenta: betas", beta) for beta in betas]
-        self.square_beta = share("momenta: square_beta", square_beta)
+        self.betas = [check_decay("momenta: betas", beta) for beta in betas]
+        self.square_beta = check_decay("momenta: square_beta", square_beta)
         above_0("momenta", eps=eps)
         self.eps = eps
         self.size = len(self.betas)
         self.memory = (*(f"m{index}" for index in range(self.size)), "v")
 
-    def forward(self, sight: Sight, memory: Params) -> tuple[Tensor, Params]:
+    def forward(self, step_inputs: StepInputs, memory: Params) -> tuple[Tensor, Params]:
         """A feature for each β."""
-        g = sight.grads
+        g = step_inputs.grads
         after = {"v": self.square_beta * memory["v"] + (1 - self.square_beta) * g.square()}
-        scale = root(unbias(after["v"], self.square_beta, sight.step)) + self.eps
+        scale = safe_sqrt(bias_corrected(after["v"], self.square_beta, step_inputs.step)) + self.eps
         features = []
         for index, beta in enumerate(self.betas):
             mean = beta * memory[f"m{index}"] + (1 - beta) * g
-            features.append(unbias(mean, beta, sight.step) / scale)
+            features.append(bias_corrected(mean, beta, step_inputs.step) / scale)
             after[f"m{index}"] = mean
         return torch.stack(features), after
 
@@ -200,7 +200,7 @@ def log_and_sign(x: Tensor, p: float) -> Tensor:
     return torch.stack([size, torch.where(x.abs() >= least, x.sign(), x / least)])
 
 
-def root(x: Tensor) -> Tensor:
+def safe_sqrt(x: Tensor) -> Tensor:
     """√x, with derivative 0 at 0: there the true one is infinite, and second order would turn into NaN."""
     zero = x == 0
     return torch.where(zero, 0.0, torch.where(zero, 1.0, x).sqrt())

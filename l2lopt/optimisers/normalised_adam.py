@@ -8,9 +8,9 @@ from torch import Tensor
 from l2lopt.core.errors import above_0, at_least_0
 from l2lopt.core.layout import Layout
 from l2lopt.core.types import OptimiserState
-from l2lopt.optimisers.base import Optimiser, blank, first_step
-from l2lopt.optimisers.hand_designed import Rate, positive, rows
-from l2lopt.optimisers.inputs import RNNprop, Sight
+from l2lopt.optimisers.base import Optimiser, zero_step, zeros
+from l2lopt.optimisers.hand_designed import Rate, check_rate, per_row
+from l2lopt.optimisers.inputs import RNNprop, StepInputs
 from l2lopt.optimisers.rules import root_mean_square
 
 
@@ -42,7 +42,7 @@ class NormalisedAdam(Optimiser):
         by_fan_in: bool = True,
     ) -> None:
         super().__init__()
-        self.lr, self.horizon, self.weight_decay, self.by_fan_in = positive(lr), horizon, weight_decay, by_fan_in
+        self.lr, self.horizon, self.weight_decay, self.by_fan_in = check_rate(lr), horizon, weight_decay, by_fan_in
         above_0("normalised-adam", horizon=horizon)
         at_least_0("normalised-adam", weight_decay=weight_decay)
         self.direction = RNNprop(betas, eps)
@@ -51,8 +51,8 @@ class NormalisedAdam(Optimiser):
         self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None, total_steps: int | None = None
     ) -> OptimiserState:
         """The state m = v = 0."""
-        m, v = blank(layout, batch, like), blank(layout, batch, like)
-        return OptimiserState(layout, {"m": m, "v": v}, {}, {"step": first_step(m)})
+        m, v = zeros(layout, batch, like), zeros(layout, batch, like)
+        return OptimiserState(layout, {"m": m, "v": v}, {}, {"step": zero_step(m)})
 
     def update(
         self, grads: Tensor, state: OptimiserState, params: Tensor, *, loss: Tensor | None = None
@@ -60,9 +60,10 @@ class NormalisedAdam(Optimiser):
         """η_t·(r·d / RMS(d) − λ θ)."""
         step = state.shared["step"] + 1
         (mean, _), memory = self.direction(
-            Sight(grads, params, step, loss, state.layout, torch.ones_like(grads, dtype=torch.bool)), state.coordinates
+            StepInputs(grads, params, step, loss, state.layout, torch.ones_like(grads, dtype=torch.bool)),
+            state.coordinates,
         )
-        rate = rows(self.lr, grads) / (1 + (step - 1).to(grads.dtype) / self.horizon)
+        rate = per_row(self.lr, grads) / (1 + (step - 1).to(grads.dtype) / self.horizon)
         scale = root_mean_square(mean, state.layout, self.by_fan_in)
         update = -rate * (mean / state.layout.tensors.spread(scale) + self.weight_decay * params)
         return update, OptimiserState(state.layout, memory, {}, {"step": step})

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from l2lopt.core.errors import above_0, at_least_0
 from l2lopt.core.layout import Layout, Params
-from l2lopt.optimisers.inputs import Sight
+from l2lopt.optimisers.inputs import StepInputs
 
 EPS = 1e-12
 """The least root mean square."""
@@ -36,14 +36,14 @@ class UpdateRule(nn.Module, ABC):
 
     @abstractmethod
     def forward(
-        self, outputs: Tensor, features: Mapping[str, Tensor], sight: Sight, memory: Params
+        self, outputs: Tensor, features: Mapping[str, Tensor], step_inputs: StepInputs, memory: Params
     ) -> tuple[Tensor, Params]:
         """The update [*batch, n] and the memory after it.
 
         Args:
             outputs: the network's, [outputs, *batch, n].
             features: each input's by its name, [size, *batch, n].
-            sight: gradient, θ, step and loss.
+            step_inputs: gradient, θ, step and loss.
             memory: the running values by name.
         """
 
@@ -62,7 +62,7 @@ class Additive(UpdateRule):
         self.step_size = step_size
 
     def forward(
-        self, outputs: Tensor, features: Mapping[str, Tensor], sight: Sight, memory: Params
+        self, outputs: Tensor, features: Mapping[str, Tensor], step_inputs: StepInputs, memory: Params
     ) -> tuple[Tensor, Params]:
         """s·o."""
         return self.step_size * outputs[0], memory
@@ -107,16 +107,16 @@ class DirectionAndMagnitude(UpdateRule):
         self.log_scale = nn.Parameter(torch.zeros(()))
 
     def forward(
-        self, outputs: Tensor, features: Mapping[str, Tensor], sight: Sight, memory: Params
+        self, outputs: Tensor, features: Mapping[str, Tensor], step_inputs: StepInputs, memory: Params
     ) -> tuple[Tensor, Params]:
         """S_t·(r·d / RMS(d) − λ θ)."""
         direction = outputs[0] - features["rnnprop"][0] if self.needs else outputs[0]
         direction = direction * outputs[1].exp()
-        scale = root_mean_square(direction.where(sight.finite, 0.0), sight.layout, self.by_fan_in)
-        direction = direction / sight.layout.tensors.spread(scale)
-        steps = (sight.step - 1).to(direction.dtype)
+        scale = root_mean_square(direction.where(step_inputs.finite, 0.0), step_inputs.layout, self.by_fan_in)
+        direction = direction / step_inputs.layout.tensors.spread(scale)
+        steps = (step_inputs.step - 1).to(direction.dtype)
         scale = self.step_size * torch.exp(10 * self.log_scale) / (1 + steps / self.horizon)
-        return scale * (direction - self.weight_decay * sight.params), memory
+        return scale * (direction - self.weight_decay * step_inputs.params), memory
 
 
 class Gated(UpdateRule):
@@ -140,15 +140,15 @@ class Gated(UpdateRule):
         self.weight_gates = nn.Parameter(torch.zeros(2))
 
     def forward(
-        self, outputs: Tensor, features: Mapping[str, Tensor], sight: Sight, memory: Params
+        self, outputs: Tensor, features: Mapping[str, Tensor], step_inputs: StepInputs, memory: Params
     ) -> tuple[Tensor, Params]:
         """−(1 − f)∘θ − i∘g."""
         f, i = (
-            outputs[k] + self.weight_params[k] * sight.params + self.weight_gates[k] * memory[name] + self.bias[k]
+            outputs[k] + self.weight_params[k] * step_inputs.params + self.weight_gates[k] * memory[name] + self.bias[k]
             for k, name in enumerate(self.memory)
         )
         gates = {"forget": torch.sigmoid(f), "input": torch.sigmoid(i)}
-        return -torch.sigmoid(-f) * sight.params - gates["input"] * sight.grads, gates
+        return -torch.sigmoid(-f) * step_inputs.params - gates["input"] * step_inputs.grads, gates
 
 
 class Bounded(UpdateRule):
@@ -166,7 +166,7 @@ class Bounded(UpdateRule):
         self.step_size = step_size
 
     def forward(
-        self, outputs: Tensor, features: Mapping[str, Tensor], sight: Sight, memory: Params
+        self, outputs: Tensor, features: Mapping[str, Tensor], step_inputs: StepInputs, memory: Params
     ) -> tuple[Tensor, Params]:
         """s·tanh o."""
         return self.step_size * torch.tanh(outputs[0]), memory

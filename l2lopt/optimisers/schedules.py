@@ -10,13 +10,13 @@ from torch import Tensor
 from l2lopt.core.errors import UserError, at_least_0
 from l2lopt.core.layout import Layout
 from l2lopt.core.types import OptimiserState
-from l2lopt.optimisers.base import Optimiser, first_step
+from l2lopt.optimisers.base import Optimiser, zero_step
 
-Shape: TypeAlias = Literal["constant", "linear", "cosine", "exponential"]
+Schedule: TypeAlias = Literal["constant", "linear", "cosine", "exponential"]
 """The way a multiplier falls after the warm-up."""
 
 
-def warm_up_then(shape: Shape, step: Tensor, warm_up: int, total: int | None, final: float = 0.0) -> Tensor:
+def warm_up_then(shape: Schedule, step: Tensor, warm_up: int, total: int | None, final: float = 0.0) -> Tensor:
     """The multiplier at update `step` = 0, 1, …: linear to 1 over `warm_up` updates, then down to `final` at `total`.
 
     min(1, (step + 1) / warm_up) during the warm-up. Then, with p = (step − warm_up) / (total − warm_up) in [0, 1]:
@@ -39,7 +39,7 @@ def warm_up_cosine(step: Tensor, warm_up: int, total: int | None) -> Tensor:
     return warm_up_then("cosine", step, warm_up, total)
 
 
-def multiplier(shape: Shape, step: int, warm_up: int, total: int | None, final: float = 0.0) -> float:
+def multiplier(shape: Schedule, step: int, warm_up: int, total: int | None, final: float = 0.0) -> float:
     """`warm_up_then` for one step, as a number: what a training loop multiplies its rate by."""
     return float(warm_up_then(shape, torch.tensor(step), warm_up, total, final))
 
@@ -86,7 +86,7 @@ class Scheduled(Optimiser):
     def __init__(
         self,
         optimiser: Optimiser,
-        shape: Shape = "cosine",
+        shape: Schedule = "cosine",
         warm_up: int = 0,
         total: int | None = None,
         final: float = 0.0,
@@ -94,7 +94,10 @@ class Scheduled(Optimiser):
         super().__init__()
         check_schedule("scheduled", shape, warm_up, total, final)
         self.optimiser, self.shape, self.warm_up, self.total, self.final = optimiser, shape, warm_up, total, final
-        self.coordinatewise, self.rounds_its_state = optimiser.coordinatewise, optimiser.rounds_its_state
+        self.coordinatewise, self.accepts_low_precision_state = (
+            optimiser.coordinatewise,
+            optimiser.accepts_low_precision_state,
+        )
         self.groupings, self.needs_loss = optimiser.groupings, optimiser.needs_loss
 
     def init(
@@ -102,7 +105,7 @@ class Scheduled(Optimiser):
     ) -> OptimiserState:
         """The inner optimiser's state, and "step", the count of updates so far, where it does not count them itself."""
         state = self.optimiser.init(layout, batch, like=like, total_steps=total_steps)
-        count = first_step(torch.zeros(()) if like is None else like)
+        count = zero_step(torch.zeros(()) if like is None else like)
         return state._replace(shared={"step": count, **state.shared})
 
     def update(
@@ -118,7 +121,7 @@ class Scheduled(Optimiser):
         return factor.to(update.dtype) * update, after_it._replace(shared=shared)
 
 
-def check_schedule(where: str, shape: Shape, warm_up: int, total: int | None, final: float = 0.0) -> None:
+def check_schedule(where: str, shape: Schedule, warm_up: int, total: int | None, final: float = 0.0) -> None:
     """Refuses numbers that are no schedule.
 
     Args:

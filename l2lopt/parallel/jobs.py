@@ -28,7 +28,7 @@ class _Labelled(Protocol):
 L = TypeVar("L", bound=_Labelled)
 
 
-def make_all(run: Callable[[J, Report], object], jobs: Sequence[J], processes: int, report: Report) -> None:
+def run_jobs(run: Callable[[J, Report], object], jobs: Sequence[J], processes: int, report: Report) -> None:
     """Calls `run` for every job. A job's result is the files it writes; what `run` returns is dropped.
 
     If a job fails, the others are stopped and the error is raised; files that are already written stay, so that the
@@ -110,7 +110,7 @@ def _run_job(run: Callable[[J, Report], object], job: J) -> bool:
     return bool(last)
 
 
-def kept(path: Path, work: Mapping[str, Any]) -> dict[str, Any] | None:
+def load_result(path: Path, work: Mapping[str, Any]) -> dict[str, Any] | None:
     """A job's result from its JSON file, without the key "work".
 
     Args:
@@ -127,27 +127,27 @@ def kept(path: Path, work: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
 
 
-def work_of(**what: Any) -> dict[str, Any]:
+def fingerprint(**what: Any) -> dict[str, Any]:
     """Everything that a job's result depends on: the releases of l2lopt and PyTorch, and the given values.
 
-    Compared by `kept` to tell whether a result is still valid.
+    Compared by `load_result` to tell whether a result is still valid.
     """
     return {"l2lopt": version("l2lopt"), "torch": torch.__version__, **what}
 
 
-def spread(values: Sequence[float], digits: int) -> str:
+def format_range(values: Sequence[float], digits: int) -> str:
     """A table's entry: the mean, and for several values the lowest and the highest in brackets.
 
     Example:
-        >>> from l2lopt.parallel.jobs import spread
-        >>> spread([1.0, 2.0, 4.0], digits=2)
+        >>> from l2lopt.parallel.jobs import format_range
+        >>> format_range([1.0, 2.0, 4.0], digits=2)
         '2.33 (1.00–4.00)'
     """
     brackets = f" ({min(values):.{digits}f}–{max(values):.{digits}f})" if len(values) > 1 else ""
     return f"{fmean(values):.{digits}f}{brackets}"
 
 
-def apart(rows: list[L]) -> list[L]:
+def unique_labels(rows: list[L]) -> list[L]:
     """A validator for pydantic: the rows of a study, if the names of their folders differ.
 
     Raises:

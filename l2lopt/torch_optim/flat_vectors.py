@@ -100,7 +100,7 @@ class FlatVector:
         if prefix not in self._buffers:
             self._buffers[prefix] = self._join(rule, prefix, dtype, grads)
         state, shards = self._buffers[prefix], self.layout.shards
-        if dtype == grads.dtype or rule.rounds_its_state:
+        if dtype == grads.dtype or rule.accepts_low_precision_state:
             update, after = rule.update_(grads, state, theta, loss=loss)
             shared = after.shared
             _store(after.coordinates, state.coordinates)

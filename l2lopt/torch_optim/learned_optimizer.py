@@ -209,7 +209,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
             return fallback
         if isinstance(fallback, Optimiser):
             if fallback.phi():
-                found, remedy = type(fallback).__name__, f"choose one of {', '.join(optimisers.HANDMADE)}"
+                found, remedy = type(fallback).__name__, f"choose one of {', '.join(optimisers.HAND_DESIGNED)}"
                 raise UserError("fallback", expected="a hand-made optimiser", found=found, remedy=remedy)
             return self._rule_id(fallback)
         if not isinstance(fallback, Mapping | str):
@@ -217,7 +217,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
             remedy = 'use "adam", for instance'
             raise UserError("LearnedOptimizer: fallback", expected=expected, found=repr(fallback), remedy=remedy)
         choice = {"name": fallback, "lr": 1e-3} if isinstance(fallback, str) else dict(fallback)
-        return self._rule_id(optimisers.build(choice, optimisers.HANDMADE))
+        return self._rule_id(optimisers.build(choice, optimisers.HAND_DESIGNED))
 
     def _clear_cache(self) -> None:
         """Drops everything that can be made again from `state` and the rules."""
@@ -289,7 +289,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
         """The fastest form of a rule, in the vector's dtype and on its device."""
         dtype, device = compute_dtype(vector.params[0]), vector.params[0].device
         if (rule_id, dtype, device) not in self._fast:
-            self._fast[rule_id, dtype, device] = kernels.fast(deepcopy(self._rules[rule_id]).to(device, dtype))
+            self._fast[rule_id, dtype, device] = kernels.fuse(deepcopy(self._rules[rule_id]).to(device, dtype))
         return self._fast[rule_id, dtype, device]
 
 

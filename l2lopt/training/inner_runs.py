@@ -11,8 +11,8 @@ from torch.utils import _pytree as pytree
 from l2lopt import kernels
 from l2lopt.core.layout import Layout, Params
 from l2lopt.core.seeding import generator, seed_of
-from l2lopt.core.types import Batch, Carry, Loss, Step, Target
-from l2lopt.estimators import Unroll, UnrollState
+from l2lopt.core.types import Batch, Carry, InnerStep, Loss, Target
+from l2lopt.estimators import EstimatorState, MetaGradientEstimator
 from l2lopt.optimisee import Optimisee, Split, flat_loss
 from l2lopt.optimisers import Optimiser
 from l2lopt.parallel import processes
@@ -54,7 +54,7 @@ class InnerRun(NamedTuple):
     layout: Layout
     scale: Tensor | None
     carry: Carry
-    estimator_state: UnrollState
+    estimator_state: EstimatorState
 
     @property
     def loss(self) -> Loss:
@@ -97,14 +97,14 @@ class InnerRuns:
         settings: The length of runs, and how they are measured.
         count: The number of runs at a time.
         seed: The seed of all runs.
-        backend: The backend of the optimiser's steps that need no tape; see `kernels.fast`.
+        backend: The backend of the optimiser's steps that need no tape; see `kernels.fuse`.
     """
 
     def __init__(
         self,
         optimiser: Optimiser,
         optimisees: Sequence[Optimisee],
-        estimator: Unroll,
+        estimator: MetaGradientEstimator,
         settings: UnrollSettings,
         count: int,
         seed: int,
@@ -213,7 +213,7 @@ class InnerRuns:
             _log.info("a meta-gradient of %d steps: %s", count, plan)
 
 
-def inner_steps(optimisee: Optimisee, targets: Targets, seed: int, first: int, count: int) -> Iterator[Step]:
+def inner_steps(optimisee: Optimisee, targets: Targets, seed: int, first: int, count: int) -> Iterator[InnerStep]:
     """Steps `first` … `first + count − 1` of a run, each with the batches that the meta-loss measures after it.
 
     The inner batches come from the split `inner` if the meta-loss measures held-out samples, else from `train`.
@@ -236,7 +236,7 @@ def inner_steps(optimisee: Optimisee, targets: Targets, seed: int, first: int, c
             measured.append((batch, targets.same))
         if targets.heldout:
             measured.append((optimisee.batch("heldout", seed, step), targets.heldout))
-        yield Step(batch, tuple(Target(*pair) for pair in measured))
+        yield InnerStep(batch, tuple(Target(*pair) for pair in measured))
         batch = following  # the same object: estimators then know that they have its gradient already
 
 

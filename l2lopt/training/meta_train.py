@@ -10,7 +10,7 @@ from torch import Tensor
 
 from l2lopt.core.layout import Params
 from l2lopt.core.types import Report, silent
-from l2lopt.estimators import Unroll
+from l2lopt.estimators import MetaGradientEstimator
 from l2lopt.optimisee import Optimisee
 from l2lopt.optimisers import Optimiser
 from l2lopt.optimisers.schedules import set_rates
@@ -45,7 +45,7 @@ class MetaTrained:
 def meta_train(
     optimiser: Optimiser,
     optimisees: Sequence[Optimisee],
-    estimator: Unroll,
+    estimator: MetaGradientEstimator,
     settings: MetaTrainSettings,
     unroll_settings: UnrollSettings,
     *,
@@ -73,7 +73,7 @@ def meta_train(
         score: The validation score of an optimiser, lower is better, asked for before the first meta-update, after
             every `validate_every`, and after the last.
         seed: The seed of the inner runs.
-        backend: The backend of the optimiser's steps that need no tape; see `kernels.fast`.
+        backend: The backend of the optimiser's steps that need no tape; see `kernels.fuse`.
         records: The recorder of the figures.
         report: The function that is told the progress.
         checkpoint: The checkpoint that meta-training goes on from, if there is one, and that it writes; the result is

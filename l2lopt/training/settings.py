@@ -16,7 +16,7 @@ from pydantic import (
 
 from l2lopt.core.registry import Choice
 from l2lopt.core.settings import Settings
-from l2lopt.optimisers.schedules import Shape, multiplier
+from l2lopt.optimisers.schedules import Schedule, multiplier
 
 
 class Targets(Settings):
@@ -83,7 +83,7 @@ class MetaTrainSettings(Settings):
     """Adam's highest rate."""
     warm_up: NonNegativeInt = 10
     """The number of meta-updates over which the rate rises linearly to its highest."""
-    schedule: Shape = "cosine"
+    schedule: Schedule = "cosine"
     """The shape in which the rate then falls to `final` at the last meta-update."""
     final: Annotated[float, Field(ge=0, le=1)] = 0.0
     """The rate at the end, divided by the highest rate."""

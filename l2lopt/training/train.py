@@ -14,7 +14,7 @@ from l2lopt.core.layout import Params
 from l2lopt.core.seeding import seed_of
 from l2lopt.core.settings import Settings
 from l2lopt.core.types import Aux, Batch, Report, detach, silent
-from l2lopt.optimisee import Optimisee, Split, StepInfo, measure
+from l2lopt.optimisee import Optimisee, Split, StepInfo, evaluate_split
 from l2lopt.optimisers.schedules import multiplier, set_rates
 from l2lopt.storage.checkpoint import Checkpoint, NoCheckpoint, pack, unpack
 from l2lopt.storage.run_log import NoRecords, Recorder
@@ -236,7 +236,7 @@ class _Training:
         A loss that is not finite ends training.
         """
         split = self.settings.splits[1]
-        figures = measure(self.optimisee, split, self.seed, self._averaged_params, self.aux)
+        figures = evaluate_split(self.optimisee, split, self.seed, self._averaged_params, self.aux)
         self.records.write(split, self.steps_made, figures)
         self.watched.append(figures)
         for name, images in self.optimisee.images(self._averaged_params).items():
@@ -258,7 +258,7 @@ class _Training:
             step=end["step"],
             steps=self.steps_made,
             diverged=self.diverged,
-            metrics=measure(self.optimisee, "test", self.seed, end["params"], end["aux"]),
+            metrics=evaluate_split(self.optimisee, "test", self.seed, end["params"], end["aux"]),
             watched=self.watched[max(end["evaluation"], 1) - 1],
             speed=self.clock.speed,
         )

@@ -52,7 +52,7 @@ def digest(samples: InMemory) -> str:
     return found.hexdigest()
 
 
-def blank(shape: tuple[int, ...]) -> InMemory:
+def black_images(shape: tuple[int, ...]) -> InMemory:
     """One black image in uint8 to train and to test, for a model whose own images are not needed any more."""
     return InMemory(*(torch.zeros(1, *part, dtype=kind) for part, kind in ((shape, torch.uint8), ((), torch.long)) * 2))
 

@@ -8,7 +8,7 @@ from l2lopt.core import registry
 from l2lopt.core.errors import above_0
 from l2lopt.core.layout import Params
 from l2lopt.optimisee import SampleRequest, SavedRun
-from optimisees.data.datasets import blank
+from optimisees.data.datasets import black_images
 from optimisees.draw import pictures
 from optimisees.draw.network import Painting
 
@@ -36,7 +36,7 @@ def paint(make: Callable[..., Painter], run: SavedRun, request: SampleRequest) -
     above_0("sample", count=request.count)
     sources = ("dataset", "size", "data", "download", "batch_size")
     options = {name: value for name, value in run.options.items() if name not in sources}
-    images = blank(tuple(run.params["canvas"].shape))
+    images = black_images(tuple(run.params["canvas"].shape))
     model: Painter = registry.make({"draw": make}, "optimisee", "draw", **options, dataset=images, batch_size=1)
     steps, rectangles = model.sample_images(run.params, request.count, request.seed)
     png, gif = (run.folder / "figures" / f"samples.{ending}" for ending in ("png", "gif"))

@@ -47,8 +47,8 @@ def window(numbers: Tensor, size: int, height: int, width: int) -> Window:
     """The window that five unbounded numbers (g̃_X, g̃_Y, log σ², log δ̃, log γ) stand for.
 
     With A = width, B = height and pixels numbered from 0: g_X = (A − 1)/2 + (A + 1)/2 g̃_X, g_Y likewise with B,
-    δ = (max(A, B) − 1)/(N − 1) δ̃, μ_i = g + (i − (N − 1)/2) δ for i = 0 … N − 1, F[i, a] ∝ exp(−(a − μ_i)² / 2σ²). Five
-    zeros are the grid over the whole of a square image. The paper numbers pixels from 1.
+    δ = (max(A, B) − 1)/(N − 1) δ̃, μ_i = g + (i − (N − 1)/2) δ for i = 0 … N − 1, F[i, a] ∝ exp(−(a − μ_i)² / 2σ²).
+    Five zeros are the grid over the whole of a square image. The paper numbers pixels from 1.
 
     Args:
         numbers: [..., 5].

@@ -20,7 +20,7 @@ from optimisees.data import images as sources
 from optimisees.data.datasets import InMemory, digest
 from optimisees.data.sampling import Sampling
 from optimisees.draw.artefacts import paint
-from optimisees.draw.network import Network, Painting, Shape, Trail
+from optimisees.draw.network import DrawNetwork, ImageShape, Painting, Trail
 
 _SHOWN = 16
 """Pictures of each kind to look at while training goes on."""
@@ -115,14 +115,14 @@ class Draw(Optimisee):
         windows = (read, write) if attention else (None, None)
         self._options = ((channels, height, width), encoder, decoder, hidden_size, latent_size, *windows)
         with seeded(0):
-            self.network = Network(*self._options).to(self.device, self.dtype)
+            self.network = DrawNetwork(*self._options).to(self.device, self.dtype)
         self._piece = lru_cache(maxsize=2)(self._cut)
         self.reconstruct(self.init(0)[0], loaded.train_inputs[:1])  # refuses windows that cannot be
 
     def init(self, seed: int) -> tuple[Params, Aux]:
         """The cells' and layers' own initial values, c_0 = 0."""
         with seeded(seed_of("init", seed)):
-            drawn = Network(*self._options).to(self.dtype)
+            drawn = DrawNetwork(*self._options).to(self.dtype)
         nothing = torch.zeros((), dtype=self.dtype, device=self.device)
         params = {name: value.detach().to(self.device) for name, value in drawn.named_parameters()}
         return params, {"reconstruction": nothing, "kl": nothing.clone()}
@@ -289,7 +289,7 @@ class Draw(Optimisee):
         return self._of(split, index, "whole", split, first), len(index)
 
 
-def half(shape: Shape, side: Literal["left", "right", "top", "bottom"]) -> Tensor:
+def half(shape: ImageShape, side: Literal["left", "right", "top", "bottom"]) -> Tensor:
     """A mask [C, B, A] that is True in one half of an image; a middle row belongs to the top, a column to the left."""
     known = torch.zeros(shape, dtype=torch.bool)
     _, height, width = shape

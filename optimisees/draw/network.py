@@ -12,7 +12,7 @@ from l2lopt.cells import Cell, CellState
 from l2lopt.core.registry import Choice
 from optimisees.draw.attention import Window, window
 
-Shape = tuple[int, int, int]
+ImageShape = tuple[int, int, int]
 """Channels C, height B and width A."""
 
 
@@ -41,7 +41,7 @@ class Read(nn.Module):
         size: Size N of the window; None: no window.
     """
 
-    def __init__(self, shape: Shape, hidden_size: int, size: int | None) -> None:
+    def __init__(self, shape: ImageShape, hidden_size: int, size: int | None) -> None:
         super().__init__()
         self.size, (channels, height, width) = size, shape
         self.width = 2 * channels * (height * width if size is None else size**2)
@@ -64,7 +64,7 @@ class Write(nn.Module):
         size: Size N of the window; None: no window.
     """
 
-    def __init__(self, shape: Shape, hidden_size: int, size: int | None) -> None:
+    def __init__(self, shape: ImageShape, hidden_size: int, size: int | None) -> None:
         super().__init__()
         channels, *pixels = shape
         self.size, self.pixels = size, pixels
@@ -81,7 +81,7 @@ class Write(nn.Module):
         return view.write(patch), view
 
 
-class Network(nn.Module):
+class DrawNetwork(nn.Module):
     """DRAW's steps t = 1 … T; c_0 and the cells' states before the first, h_dec among them, are parameters.
 
     x̂ = x − σ(c_{t−1}); r = read(x, x̂, h_dec); h_enc = RNN_enc([r, h_dec]); μ, log σ = W h_enc + b; z_t = μ + σ∘ε_t;
@@ -99,7 +99,7 @@ class Network(nn.Module):
 
     def __init__(
         self,
-        shape: Shape,
+        shape: ImageShape,
         encoder: Choice,
         decoder: Choice,
         hidden_size: int,

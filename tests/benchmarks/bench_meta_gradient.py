@@ -15,7 +15,7 @@ import torch
 
 from l2lopt import estimators, kernels, optimisers
 from l2lopt.core.layout import Layout
-from l2lopt.core.types import Carry, Step, Target
+from l2lopt.core.types import Carry, InnerStep, Target
 
 
 def problem(coordinates, steps, rule="additive", inputs=("log-and-sign",), cell="lstm", dtype=torch.float32):
@@ -36,13 +36,13 @@ def problem(coordinates, steps, rule="additive", inputs=("log-and-sign",), cell=
     layout = Layout(("all",), ((coordinates,),))
     carry = Carry(start, {}, optimiser.init(layout, like=start))
     batches = [torch.tensor(0.1 * (-1) ** t, dtype=dtype) for t in range(steps + 1)]
-    listed = [Step(batches[t], (Target(batches[t + 1], 1.0 / coordinates),)) for t in range(steps)]
+    listed = [InnerStep(batches[t], (Target(batches[t + 1], 1.0 / coordinates),)) for t in range(steps)]
     return optimiser, loss, carry, listed
 
 
 def unroll_of(name):
     record = "bfloat16" if name.endswith("bfloat16") else "full"
-    return estimators.make("taped") if name == "taped" else estimators.make("blockwise", record=record)
+    return estimators.make("backprop") if name == "backprop" else estimators.make("blockwise", record=record)
 
 
 def measured(name, coordinates, steps, repeats, **options):
@@ -55,7 +55,7 @@ def measured(name, coordinates, steps, repeats, **options):
     seconds = []
     for _ in range(repeats):
         start = time.perf_counter()
-        result = unroll(update if name != "taped" else optimiser.update_with, loss, optimiser.phi(), carry, listed)
+        result = unroll(update if name != "backprop" else optimiser.update_with, loss, optimiser.phi(), carry, listed)
         seconds.append(time.perf_counter() - start)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     gradient = {key: value.flatten().tolist() for key, value in result.gradient.items()}
@@ -103,16 +103,19 @@ def main():
         return
     for cell in ("lstm", "ihc-lstm"):
         more = {"cell": cell}
-        names = ("taped", "blockwise", "blockwise in bfloat16")
+        names = ("backprop", "blockwise", "blockwise in bfloat16")
         found = {name: [] for name in names}
         for _ in range(options.rounds):
             for name in names:
                 found[name].append(child(name, options.coordinates, options.steps, 3, options.threads, more))
-        error = difference(found["blockwise"][0]["gradient"], found["taped"][0]["gradient"])
+        error = difference(found["blockwise"][0]["gradient"], found["backprop"][0]["gradient"])
         if error > 1e-5:
             raise SystemExit(f"{cell}: blockwise differs from the tape by {error:.1e} of the largest component")
         print(f"{cell}, {options.coordinates:,} coordinates, {options.steps} steps; they differ by {error:.1e}")
-        taped = (median(min(one["seconds"]) for one in found["taped"]), max(one["peak"] for one in found["taped"]))
+        taped = (
+            median(min(one["seconds"]) for one in found["backprop"]),
+            max(one["peak"] for one in found["backprop"]),
+        )
         for name in names:
             seconds = median(min(one["seconds"]) for one in found[name])
             peak = max(one["peak"] for one in found[name])

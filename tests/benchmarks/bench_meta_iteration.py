@@ -45,7 +45,7 @@ def main():
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     experiment = build.build(configs.load(options.config, options.changes))
     config, before = experiment.config, peak()
-    timed = Timed(experiment.unroll)
+    timed = Timed(experiment.estimator)
     with cpu_threads(config.threads):
         print(f"{torch.get_num_threads()} threads")
         meta_train(

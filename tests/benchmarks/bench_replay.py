@@ -55,10 +55,10 @@ def lstm_cell(features, hidden_size, window):
     """Autograd through nn.LSTMCell on [n, features], log-and-sign and the additive rule: what one writes first."""
     embedding, cell = nn.Linear(2, hidden_size), nn.LSTMCell(hidden_size, hidden_size)
     head, log_and_sign = nn.Linear(hidden_size, 1), INPUTS["log-and-sign"]()
-    sight = optimisers.inputs.Sight(
+    step_inputs = optimisers.inputs.StepInputs(
         window.grads, window.params, torch.ones(()), None, window.state.layout, torch.ones(1)
     )
-    rows = log_and_sign(sight, {})[0].movedim(0, -1).contiguous()
+    rows = log_and_sign(step_inputs, {})[0].movedim(0, -1).contiguous()
     theta, state, total = window.params, None, 0
     for x, q in zip(rows, window.sources, strict=True):
         state = cell(embedding(x), state)

@@ -38,7 +38,7 @@ class Problem:
 def twin(cell: str, problem: Problem, **options: Any) -> tuple[optimisers.Optimiser, Run]:
     """The reference, and a step of its twin from its own last state."""
     reference = optimisers.coordinatewise(cell=cell, hidden_size=M, **options)
-    fast = kernels.fast(reference, "cpu")
+    fast = kernels.fuse(reference, "cpu")
     state = fast.init(problem.layout)
 
     def step() -> Tensor:

@@ -24,7 +24,7 @@ from l2lopt import kernels, optimisers
 from l2lopt.core.layout import Layout
 from l2lopt.core.types import OptimiserState
 from l2lopt.estimators.exchange import Recorder
-from l2lopt.estimators.replay import taped_replay
+from l2lopt.estimators.replay import autograd_replay
 from l2lopt.estimators.window import Meeting, Window
 from l2lopt.kernels.triton import replay, step
 
@@ -63,7 +63,7 @@ def check(optimiser: optimisers.Coordinatewise) -> None:
     """A step and the way back equal the reference's on 100,003 coordinates."""
     layout = layout_of(100_003 if DEVICE == "cuda" else 1_003)
     grads, params = torch.randn(3, layout.size, device=DEVICE), torch.randn(layout.size, device=DEVICE)
-    state, fast = optimiser.init(layout, like=params), kernels.fast(optimiser, "triton")
+    state, fast = optimiser.init(layout, like=params), kernels.fuse(optimiser, "triton")
     with torch.no_grad():
         wanted, _ = optimiser.update(grads[0], state, params)
         found, _ = fast.update(grads[0], state, params)
@@ -74,7 +74,7 @@ def check(optimiser: optimisers.Coordinatewise) -> None:
         optimiser.update(grads[0], state._replace(layout=layout.meeting(recorder)), params)
     window = Window(state, params, grads, torch.randn_like(grads), losses, meetings)
     whole = window._replace(state=state._replace(layout=layout.slice(0, layout.size)))
-    wanted = taped_replay(optimiser.update_with)(optimiser.phi(), whole, {}).phi
+    wanted = autograd_replay(optimiser.update_with)(optimiser.phi(), whole, {}).phi
     found = replay.replay(optimiser, optimiser.phi(), window).phi
     for name, value in wanted.items():
         assert (found[name] - value).norm() <= 1e-3 * value.norm() + 1e-12, name
@@ -121,7 +121,7 @@ def main() -> None:
             check(optimiser)
             rows: dict[str, tuple[Callable[[], object], float]] = {}
             for dtype in (torch.float32, torch.bfloat16):
-                fast, state = kernels.fast(optimiser, "triton"), state_of(optimiser, layout, params, dtype)
+                fast, state = kernels.fuse(optimiser, "triton"), state_of(optimiser, layout, params, dtype)
                 numbers = sum(value.numel() // n for value in state.coordinates.values())
                 moved = n * (2 * numbers * dtype.itemsize + 12)
                 rows[f"step, state {dtype}"] = (

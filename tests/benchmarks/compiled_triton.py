@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 
 from l2lopt import optimisers
 from l2lopt.kernels.triton import device, device_replay, step
-from l2lopt.kernels.triton.packing import Shape
+from l2lopt.kernels.triton.packing import KernelShape
 
 OTHERS = {"tensors": "*i64", "skipped": "*i32", "sums": "*fp64", "starts": "*i64", "sizes": "*i64"}
 NUMBERS = ("n", "stride", "blocks", "total", "T", "slots", "width", "count", "chunks")
@@ -73,7 +73,7 @@ def main():
     for cell in ("lstm", "ihc-lstm"):
         for rule in ("direction-and-magnitude", "gated"):
             inputs = ("log-and-sign",) if rule == "gated" else ("log-and-sign", "rnnprop", "log-step")
-            shape = Shape.of(optimisers.coordinatewise(inputs, cell, rule=rule), options.precision, options.width)
+            shape = KernelShape.of(optimisers.coordinatewise(inputs, cell, rule=rule), options.precision, options.width)
             back = {"PULLED": rule == "direction-and-magnitude", "BACK": True}
             ways = [("step", {}, "*fp32"), ("replay", back, "*fp32")] + [("step", {}, "*bf16")] * (rule != "gated")
             for name, constants, state in ways:

@@ -169,7 +169,12 @@ def test_did_you_mean_names_a_known_name_or_all(name, known):
         (optimisers.OPTIMISERS, implementations.OPTIMISERS),
         (optimisers.INPUTS, implementations.INPUTS),
         (optimisers.RULES, implementations.RULES),
-        (estimators.UNROLLS, implementations.UNROLLS | implementations.MODULE_UNROLLS | implementations.ESTIMATORS),
+        (
+            estimators.ESTIMATORS,
+            implementations.DETERMINISTIC_ESTIMATORS
+            | implementations.MODULE_ESTIMATORS
+            | implementations.RANDOM_ESTIMATORS,
+        ),
         (OPTIMISEES, implementations.OPTIMISEES),
     ],
     ids=["cells", "oracles of cells", "optimisers", "inputs", "rules", "unrolls", "optimisees"],

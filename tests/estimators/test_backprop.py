@@ -3,21 +3,32 @@
 import laws
 import pytest
 import torch
-from implementations import EXACT_UNROLLS, LEARNED, MIXTURES, OPTIMISERS, UNROLLS, crossed, each, problem
+from implementations import (
+    DETERMINISTIC_ESTIMATORS,
+    EXACT_ESTIMATORS,
+    LEARNED,
+    MIXTURES,
+    OPTIMISERS,
+    crossed,
+    each,
+    problem,
+)
 
 from l2lopt import estimators
 from l2lopt.core.errors import UserError
-from l2lopt.estimators import Taped
+from l2lopt.estimators import Backprop
 
-exact = pytest.mark.parametrize("name", EXACT_UNROLLS)
-each_unroll = pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in UNROLLS.items()])
+exact = pytest.mark.parametrize("name", EXACT_ESTIMATORS)
+each_unroll = pytest.mark.parametrize(
+    "make", [pytest.param(make, id=name) for name, make in DETERMINISTIC_ESTIMATORS.items()]
+)
 DIRECTION = "coordinatewise direction-and-magnitude"
 
 
 @exact
 @pytest.mark.parametrize(("rule", "mixture", "objective"), crossed(LEARNED, MIXTURES, ["loss", "log-loss"]))
 def test_meta_gradient_is_exact(name, objective, rule, mixture):
-    order, make = EXACT_UNROLLS[name]
+    order, make = EXACT_ESTIMATORS[name]
     laws.assert_meta_gradient_is_exact(make(objective=objective), problem(rule, mixture=mixture), order, objective)
 
 
@@ -25,21 +36,21 @@ def test_meta_gradient_is_exact(name, objective, rule, mixture):
 @pytest.mark.parametrize("optimisee", ["quadratic", "module with batch norm", "module with dropout2d"])
 @pytest.mark.parametrize("seeds", [3, (3, 4)], ids=["run", "rows"])
 def test_meta_gradient_is_exact_on_every_kind_of_optimisee(name, optimisee, seeds):
-    order, make = EXACT_UNROLLS[name]
+    order, make = EXACT_ESTIMATORS[name]
     task = problem(DIRECTION, optimisee, seeds=seeds, length=3)
     laws.assert_meta_gradient_is_exact(make(), task, order, "loss")
 
 
-@pytest.mark.parametrize("name", [name for name, (order, _) in EXACT_UNROLLS.items() if order == 2])
+@pytest.mark.parametrize("name", [name for name, (order, _) in EXACT_ESTIMATORS.items() if order == 2])
 @pytest.mark.parametrize(("rule", "objective"), crossed(LEARNED, ["loss", "log-loss"]))
 def test_finite_differences_agree(name, objective, rule):
-    unroll = EXACT_UNROLLS[name][1](objective=objective)
+    unroll = EXACT_ESTIMATORS[name][1](objective=objective)
     laws.assert_finite_differences_agree(unroll, problem(rule, "quadratic", seeds=1, length=3))
 
 
 def test_first_order_drops_what_second_order_keeps():
     task = problem()
-    first, second = (laws.run(Taped(order), task) for order in (1, 2))
+    first, second = (laws.run(Backprop(order), task) for order in (1, 2))
     laws.assert_close(first.value, second.value)
     assert any((first.gradient[name] - second.gradient[name]).abs().max() > 1e-6 for name in task.phi)
 
@@ -52,7 +63,7 @@ def test_the_loss_and_the_parameters_are_inputs_too(name, objective):
     def update(phi, g, state, params, loss, after=None):
         return -(phi["rate"] * loss[..., None].sigmoid() * g + phi["decay"] * params.tanh()), state
 
-    order, make = EXACT_UNROLLS[name]
+    order, make = EXACT_ESTIMATORS[name]
     phi = {"rate": torch.tensor(0.3).double(), "decay": torch.tensor(0.1).double()}
     task = problem("sgd")._replace(update=update, phi=phi)
     laws.assert_meta_gradient_is_exact(make(objective=objective), task, order, objective)
@@ -79,7 +90,7 @@ def test_pieces_make_the_whole(make, length):
 @each_unroll
 @pytest.mark.parametrize(("rule", "length"), crossed(LEARNED, [1, 2, 5, 9, 3]))
 def test_truncation_sums_pieces(make, rule, length):
-    laws.assert_truncation_sums_pieces(make(truncation=length), make(), problem(rule, length=5), length)
+    laws.assert_truncation_sums_pieces(make(window=length), make(), problem(rule, length=5), length)
 
 
 @each_unroll
@@ -90,7 +101,7 @@ def test_empty_unroll_gives_zeros(make, rule, seeds):
 
 @each_unroll
 def test_changes_nothing(make):
-    laws.assert_unroll_changes_nothing(make(truncation=2), problem(DIRECTION))
+    laws.assert_estimator_changes_nothing(make(window=2), problem(DIRECTION))
 
 
 @each_unroll
@@ -130,14 +141,22 @@ def test_steps_without_targets_add_nothing(make):
     """The meta-loss of the last step alone still differentiates through all steps."""
     task = problem()
     late = task._replace(steps=[*(step._replace(targets=()) for step in task.steps[:-1]), task.steps[-1]])
-    order = next((order for order, other in EXACT_UNROLLS.values() if other is make), 1)
+    order = next((order for order, other in EXACT_ESTIMATORS.values() if other is make), 1)
     laws.assert_meta_gradient_is_exact(make(), late, order, "loss")
     silent = laws.run(make(), task._replace(steps=[step._replace(targets=()) for step in task.steps]))
     assert silent.value == 0
     laws.assert_same(silent.gradient, {name: torch.zeros_like(value) for name, value in task.phi.items()})
 
 
-@pytest.mark.parametrize("options", [{"truncation": 0}, {"order": 3}, {"objective": "logloss"}], ids=str)
+@pytest.mark.parametrize("options", [{"window": 0}, {"order": 3}, {"objective": "logloss"}], ids=str)
 def test_options_out_of_range_are_refused(options):
     with pytest.raises(UserError):
-        estimators.make("taped", **options)
+        estimators.make("backprop", **options)
+
+
+def test_earlier_spellings_in_configs_are_read():
+    for name in ("taped", "backprop"):
+        made = estimators.make(name, truncation=3)
+        assert isinstance(made, Backprop)
+        assert made.window == 3
+    assert estimators.make("blockwise", truncation=3).window == 3

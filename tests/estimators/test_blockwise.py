@@ -14,7 +14,7 @@ from implementations import BLOCKWISE, LEARNED, MIXTURES, crossed, problem, sees
 from l2lopt.core.errors import UserError
 from l2lopt.core.layout import Layout
 from l2lopt.core.seeding import generator
-from l2lopt.estimators import Blockwise, Taped
+from l2lopt.estimators import Backprop, Blockwise
 from l2lopt.estimators import memory_plan as planning
 from l2lopt.estimators.coordinate_sample import stratified
 from l2lopt.estimators.memory_plan import activations, available_memory
@@ -37,7 +37,7 @@ def test_meta_gradient_is_exact(make, objective, rule, mixture):
 @pytest.mark.parametrize("seeds", [3, (3, 4)], ids=["run", "rows"])
 def test_equals_the_tape(optimisee, truncation, seeds):
     task = problem(DIRECTION, optimisee, seeds=seeds, length=5)
-    ours, tape = laws.run(Blockwise(truncation, block=7), task), laws.run(Taped(truncation=truncation), task)
+    ours, tape = laws.run(Blockwise(truncation, block=7), task), laws.run(Backprop(window=truncation), task)
     laws.assert_close(vars(ours), vars(tape), 1e-10)
 
 
@@ -47,9 +47,9 @@ def test_a_mean_that_depends_on_the_parameters_is_a_constant_and_the_log_says_so
     with caplog.at_level("INFO", "l2lopt"):
         ours = laws.run(Blockwise(), task)
     assert "taken as constants, as they depend on θ or on themselves: tensors.direction" in caplog.text
-    whole = laws.run(Taped(), task)
+    whole = laws.run(Backprop(), task)
     laws.assert_close(ours.value, whole.value)
-    laws.assert_close(ours.gradient, laws.run(Taped(), with_means_constant(task)).gradient)
+    laws.assert_close(ours.gradient, laws.run(Backprop(), with_means_constant(task)).gradient)
     assert any((ours.gradient[name] - whole.gradient[name]).abs().max() > 1e-6 for name in task.phi)
 
 
@@ -61,7 +61,7 @@ def test_a_record_in_bfloat16_is_what_the_optimiser_sees():
         return task.update(phi, grads.bfloat16().double(), state, params, loss=loss)
 
     ours = laws.run(Blockwise(record="bfloat16"), task)
-    tape = laws.run(Taped(), task._replace(update=rounded))
+    tape = laws.run(Backprop(), task._replace(update=rounded))
     laws.assert_close([ours.value, ours.carry, ours.losses], [tape.value, tape.carry, tape.losses])
     laws.assert_close(ours.gradient, tape.gradient, 2e-2)  # the sources are rounded too
 
@@ -119,7 +119,7 @@ def test_samples_are_stratified(sizes, share):
         assert tensors[part].eq(number).all()
 
 
-@pytest.mark.parametrize("options", [{"truncation": 0}, {"block": 0}, {"share": 0.0}, {"share": 1.5}])
+@pytest.mark.parametrize("options", [{"window": 0}, {"block": 0}, {"share": 0.0}, {"share": 1.5}])
 def test_mistakes(options):
     with pytest.raises(UserError, match=next(iter(options))):
         Blockwise(**options)
@@ -139,7 +139,7 @@ def test_the_plan_counts_what_will_be_kept():
     """A vector for each gradient and source that the window's record then holds, and the bytes of each."""
     for mixture, record, share in product(MIXTURES, ["full", "bfloat16"], [1.0, 0.3]):
         task = problem(mixture=mixture, seeds=(0, 1), length=6)
-        unroll = Blockwise(truncation=4, record=record, share=share)
+        unroll = Blockwise(window=4, record=record, share=share)
         plan = unroll.plan(*task[:4], task.steps, 6)
         unroll(*task[:4], task.steps, unroll.init(task.carry, task.phi, 0))
         kept = unroll.rows.made
@@ -162,7 +162,7 @@ def test_a_plan_that_does_not_fit_names_the_window_that_does(monkeypatch):
     monkeypatch.setattr("l2lopt.estimators.blockwise.available_memory", lambda _: plan.state + 480 * plan.vector)
     with pytest.raises(UserError, match="truncation to at most 239,"):  # two vectors a step, and one
         Blockwise().plan(*task[:4], task.steps, 240)
-    assert Blockwise(truncation=239).plan(*task[:4], task.steps, 300).window == 239
+    assert Blockwise(window=239).plan(*task[:4], task.steps, 300).window == 239
     Blockwise(spill="/nowhere").plan(*task[:4], task.steps, 240)  # the record lies in files
     monkeypatch.setattr("l2lopt.estimators.blockwise.available_memory", lambda _: 10)
     with pytest.raises(UserError, match="even one step"):

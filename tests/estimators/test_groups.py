@@ -8,7 +8,7 @@ from implementations import DOUBLES, Problem, normal, problem
 
 from l2lopt.core.errors import UserError
 from l2lopt.core.layout import Layout
-from l2lopt.estimators import Blockwise, Taped
+from l2lopt.estimators import Backprop, Blockwise
 from l2lopt.kernels import block_update
 
 each_double = pytest.mark.parametrize("rule", DOUBLES)
@@ -19,7 +19,7 @@ each_double = pytest.mark.parametrize("rule", DOUBLES)
 @pytest.mark.parametrize("truncation", [None, 2])
 def test_blocks_give_the_tapes_meta_gradient(rule, block, truncation):
     task = problem(rule)
-    ours, tape = laws.run(Blockwise(truncation, block=block), task), laws.run(Taped(truncation=truncation), task)
+    ours, tape = laws.run(Blockwise(truncation, block=block), task), laws.run(Backprop(window=truncation), task)
     assert any(piece.abs().max() > 1e-6 for piece in tape.gradient.values())
     laws.assert_close(vars(ours), vars(tape), 1e-10)
 
@@ -55,7 +55,7 @@ def test_the_mean_over_samples_of_coordinates_is_the_whole(rule):
 
 @each_double
 def test_the_plan_counts_functions_of_whole_tensors(rule):
-    task, estimator = problem(rule, length=6), Blockwise(truncation=4)
+    task, estimator = problem(rule, length=6), Blockwise(window=4)
     plan = estimator.plan(*task[:4], task.steps, 6)
     estimator(*task[:4], task.steps)
     assert plan.vectors - 1 <= len(estimator.rows.made) <= plan.vectors
@@ -72,7 +72,7 @@ def test_means_that_nobody_has_declared_are_refused():
     task = _with(OwnMean().double())
     with pytest.raises(UserError, match=r"estimator 'blockwise': expected an update that a slice .* gives by itself"):
         laws.run(Blockwise(), task)
-    laws.run(Taped(), task)
+    laws.run(Backprop(), task)
 
 
 def test_a_rule_that_says_it_is_not_coordinatewise_is_refused():

@@ -6,23 +6,32 @@ import weakref
 
 import laws
 import pytest
-from implementations import LEARNED, MIXTURES, MODULE_UNROLLS, OPTIMISERS, SAMPLED, crossed, module_optimisee, problem
+from implementations import (
+    LEARNED,
+    MIXTURES,
+    MODULE_ESTIMATORS,
+    OPTIMISERS,
+    SAMPLED,
+    crossed,
+    module_optimisee,
+    problem,
+)
 from torch import nn
 
 from l2lopt import estimators
 from l2lopt.core.errors import UserError
 from l2lopt.core.layout import Layout
 from l2lopt.core.types import ModuleLoss
-from l2lopt.estimators import Taped
+from l2lopt.estimators import Backprop
 from l2lopt.estimators.higher import _patched
 from l2lopt.optimisee import Optimisee, flat_loss
 from optimisees import Quadratic
 
 exact = pytest.mark.parametrize(
-    ("order", "make"), [pytest.param(*row, id=label) for label, row in MODULE_UNROLLS.items()]
+    ("order", "make"), [pytest.param(*row, id=label) for label, row in MODULE_ESTIMATORS.items()]
 )
 each_module_unroll = pytest.mark.parametrize(
-    "make", [pytest.param(make, id=label) for label, (_, make) in MODULE_UNROLLS.items()]
+    "make", [pytest.param(make, id=label) for label, (_, make) in MODULE_ESTIMATORS.items()]
 )
 DIRECTION = "coordinatewise direction-and-magnitude"
 
@@ -106,7 +115,7 @@ def test_pieces_make_the_whole(make, length):
 @pytest.mark.parametrize("length", [1, 2, 9])
 def test_truncation_sums_pieces(make, length):
     single = run_of("coordinatewise additive", "module with batch norm", length=5)
-    laws.assert_truncation_sums_pieces(make(truncation=length), make(), single, length)
+    laws.assert_truncation_sums_pieces(make(window=length), make(), single, length)
 
 
 @each_module_unroll
@@ -121,7 +130,7 @@ def test_changes_nothing(make, optimisee):
     """Not the module either: its parameters and buffers stay."""
     single = run_of(optimisee=optimisee)
     before = laws.clone(single.loss.parts.module.state_dict(keep_vars=False))
-    laws.assert_unroll_changes_nothing(make(truncation=2), single)
+    laws.assert_estimator_changes_nothing(make(window=2), single)
     laws.assert_same(dict(single.loss.parts.module.state_dict()), dict(before))
 
 
@@ -139,7 +148,7 @@ def test_divergence_is_data(make, bad, objective):
 
 def test_agrees_with_taped_to_rounding():
     single = run_of(optimisee="module with dropout2d")
-    patched, taped = (laws.run(unroll, single) for unroll in (estimators.Higher(), Taped(2)))
+    patched, taped = (laws.run(unroll, single) for unroll in (estimators.Higher(), Backprop(2)))
     laws.assert_close(patched.gradient, taped.gradient)
     laws.assert_close((patched.value, patched.losses, patched.carry), (taped.value, taped.losses, taped.carry))
 
@@ -175,10 +184,13 @@ def test_an_optimisee_offers_no_parts_unless_it_says_so():
 @pytest.mark.parametrize(
     ("task", "message"),
     [
-        (lambda: problem("sgd", "quadratic", seeds=1), "loss: expected a ModuleLoss, found function: .*; use .*taped"),
+        (
+            lambda: problem("sgd", "quadratic", seeds=1),
+            "loss: expected a ModuleLoss, found function: .*; use .*backprop",
+        ),
         (
             lambda: problem("sgd", "mlp", seeds=(1, 2)),
-            r"expected a single run, \[n\], found \[2, .*one run; use .*taped",
+            r"expected a single run, \[n\], found \[2, .*one run; use .*backprop",
         ),
     ],
     ids=["loss", "rows"],
@@ -188,7 +200,7 @@ def test_what_cannot_be_patched_is_refused(make, task, message):
         laws.run(make(), task())
 
 
-@pytest.mark.parametrize("options", [{"truncation": 0}, {"order": 1}, {"objective": "logloss"}], ids=str)
+@pytest.mark.parametrize("options", [{"window": 0}, {"order": 1}, {"objective": "logloss"}], ids=str)
 def test_options_out_of_range_are_refused(options):
     with pytest.raises(UserError):
         estimators.make("higher", **options)

@@ -12,8 +12,8 @@ from torch import distributed
 from l2lopt.core.errors import UserError
 from l2lopt.core.groupings import Shards
 from l2lopt.core.layout import Layout
-from l2lopt.core.types import Carry, Step, Target
-from l2lopt.estimators import Blockwise, Taped
+from l2lopt.core.types import Carry, InnerStep, Target
+from l2lopt.estimators import Backprop, Blockwise
 
 WHOLE = Layout(("matrix", "vector", "scalars"), ((4, 3), (5,), (1,)))
 CUTS = {0: (3, 2, 1), 1: (1, 3, 0)}
@@ -46,7 +46,7 @@ def task(rule, here, layout, summed):
         return own + (summed(own.detach()) - own.detach()), aux
 
     batches = [normal(WHOLE.size, seed=step) for step in range(5)]
-    steps = [Step(batches[t], (Target(batches[t + 1], 1.0),)) for t in range(4)]
+    steps = [InnerStep(batches[t], (Target(batches[t + 1], 1.0),)) for t in range(4)]
     params = normal(WHOLE.size, seed=9)[here]
     carry = Carry(params, {}, rule.init(layout, like=params))
     return Problem(rule.update_with, loss, rule.phi(), carry, steps)
@@ -60,7 +60,7 @@ def sharded(rank, label, block):
     ours = laws.run(
         Blockwise(block=block), task(rule, places(rank), Layout(WHOLE.names, shapes, shards, WHOLE.fan_ins), total)
     )
-    alone = laws.run(Taped(), task(rule, torch.arange(WHOLE.size), WHOLE, lambda value: value))
+    alone = laws.run(Backprop(), task(rule, torch.arange(WHOLE.size), WHOLE, lambda value: value))
     assert any(piece.abs().max() > 1e-6 for piece in alone.gradient.values())
     laws.assert_close([ours.value, ours.gradient, ours.losses], [alone.value, alone.gradient, alone.losses], 1e-10)
     laws.assert_close(ours.carry.params, alone.carry.params[places(rank)])

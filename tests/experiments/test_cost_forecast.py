@@ -49,7 +49,7 @@ class Clock:
 def clock(monkeypatch):
     found = Clock([])
     monkeypatch.setattr(cost_forecast, "run_free", found.run_free)
-    monkeypatch.setattr(cost_forecast.kernels, "fast", lambda optimiser, backend: optimiser)
+    monkeypatch.setattr(cost_forecast.kernels, "fuse", lambda optimiser, backend: optimiser)
     monkeypatch.setattr(cost_forecast, "_seconds", lambda work: 0.0)  # evaluations and unrolls are free
     return found
 

@@ -301,7 +301,7 @@ def test_the_config_for_files_of_the_users_own(tmp_path):
 def test_the_study_of_activities_is_sound(monkeypatch):
     """Its configs build on the real data, and the wider forward network has the bidirectional one's size to 2 %."""
     made = []
-    monkeypatch.setattr(training_study, "make_all", lambda make, pieces, jobs, report: made.extend(pieces))
+    monkeypatch.setattr(training_study, "run_jobs", lambda make, pieces, jobs, report: made.extend(pieces))
     monkeypatch.setattr(
         training_study, "_make", lambda references, piece, report: (_ for _ in ()).throw(KeyboardInterrupt)
     )

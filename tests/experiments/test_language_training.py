@@ -28,7 +28,7 @@ from l2lopt.experiments import build, comparison_study, training_study
 from l2lopt.experiments import config as configs
 from l2lopt.experiments import runs as experiments
 from l2lopt.experiments.config import TrainConfig
-from l2lopt.optimisee import measure
+from l2lopt.optimisee import evaluate_split
 from l2lopt.report import figures as plotting
 from l2lopt.training import train as training
 from l2lopt.training.train import TrainSettings
@@ -92,7 +92,7 @@ def test_averaged_sgd_is_the_mean_of_what_followed():
     leaves = [value.requires_grad_() for value in params.values()]
     optimizer = torch.optim.SGD(leaves, lr=6.0, weight_decay=1e-3)
     ends, iterates, losses, standing = [task.epoch_start("inner", seed, k) for k in (1, 2, 3, 4)], [], {}, {}
-    losses[0], standing[0] = measure(task, "heldout", seed, params, aux), params
+    losses[0], standing[0] = evaluate_split(task, "heldout", seed, params, aux), params
     for step in range(1, ends[-1] + 1):
         batch = task.batch("inner", seed, step - 1)
         loss, aux = task.loss(params, aux, batch)
@@ -108,7 +108,7 @@ def test_averaged_sgd_is_the_mean_of_what_followed():
         if step in ends:
             own = iterates[ends[1] :] if step > ends[1] else iterates[-1:]
             standing[step] = {name: torch.stack([one[name] for one in own]).mean(0) for name in params}
-            losses[step] = measure(task, "heldout", seed, standing[step], aux)
+            losses[step] = evaluate_split(task, "heldout", seed, standing[step], aux)
     found = kept.of("heldout")
     assert list(found) == [0, *ends]
     laws.assert_close(torch.tensor(list(found.values())), torch.tensor([own["loss"] for own in losses.values()]), 1e-7)
@@ -116,7 +116,7 @@ def test_averaged_sgd_is_the_mean_of_what_followed():
     assert result.step == best > ends[1]
     laws.assert_close(result.params, standing[best], 1e-10)
     assert result.watched["perplexity"] == pytest.approx(math.exp(losses[best]["loss"]))
-    assert result.metrics == pytest.approx(measure(task, "test", seed, standing[best], aux))
+    assert result.metrics == pytest.approx(evaluate_split(task, "test", seed, standing[best], aux))
     assert result.speed > 0
 
 
@@ -363,7 +363,7 @@ def test_the_penn_treebank_and_its_5_grams():
 @pytest.mark.slow
 def test_the_study_of_every_cell_is_sound(monkeypatch):
     made = []
-    monkeypatch.setattr(training_study, "make_all", lambda make, pieces, jobs, report: made.extend(pieces))
+    monkeypatch.setattr(training_study, "run_jobs", lambda make, pieces, jobs, report: made.extend(pieces))
     monkeypatch.setattr(
         training_study, "_make", lambda references, piece, report: (_ for _ in ()).throw(KeyboardInterrupt)
     )

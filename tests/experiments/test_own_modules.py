@@ -121,7 +121,7 @@ def test_four_methods_are_an_optimisee(tmp_path):
             "inputs": ["l2lopt.optimisers.inputs:LogAndSign"],
             "rule": "l2lopt.optimisers.rules:Additive",
         },
-        "unroll": {"length": 4, "estimator": "l2lopt.estimators.backprop:Taped"},
+        "unroll": {"length": 4, "estimator": "l2lopt.estimators.backprop:Backprop"},
         "meta": {"updates": 2},
         "validation": {"seeds": 1, "horizons": [3]},
         "evaluation": {"seeds": 2, "steps": 3, "horizons": [3], "baselines": []},

@@ -9,7 +9,7 @@ from l2lopt import kernels, optimisers
 from l2lopt.core.layout import Layout
 from l2lopt.core.seeding import generator
 from l2lopt.core.types import Carry
-from l2lopt.estimators import Blockwise, Taped
+from l2lopt.estimators import Backprop, Blockwise
 from l2lopt.estimators.coordinate_sample import stratified
 from l2lopt.estimators.window import BlockUpdate
 from l2lopt.kernels.cpu.replay import has_statistic_adjoint
@@ -34,7 +34,9 @@ def test_equals_the_tape(rule, mixture):
     """With the adjoint of a mean, unless the network sees θ."""
     plain = problem(rule, mixture=mixture)
     plain = plain if has_statistic_adjoint(OPTIMISERS[rule]()) else with_means_constant(plain)
-    laws.assert_close(vars(laws.run(Blockwise(), fast(rule, mixture=mixture))), vars(laws.run(Taped(), plain)), 1e-10)
+    laws.assert_close(
+        vars(laws.run(Blockwise(), fast(rule, mixture=mixture))), vars(laws.run(Backprop(), plain)), 1e-10
+    )
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
@@ -58,7 +60,7 @@ def test_the_adjoint_of_a_mean_is_the_tapes(seeds, rule, truncation, backend):
 
     for spoilt in (False, True):
         ours, tape = (bad(each) if spoilt else each for each in (task, plain))
-        ours, tape = laws.run(Blockwise(truncation, block=7), ours), laws.run(Taped(truncation=truncation), tape)
+        ours, tape = laws.run(Blockwise(truncation, block=7), ours), laws.run(Backprop(window=truncation), tape)
         assert tape.finite
         assert bool(tape.carry.state.shared["skipped"].any()) == spoilt
         laws.assert_close(ours.gradient, tape.gradient, 1e-10)
@@ -81,15 +83,13 @@ def test_equals_the_tape_in_float32(rule, cell):
         steps=steps,
     )
     ours = laws.run(Blockwise(block=500), plain._replace(update=kernels.block_update(optimiser)))
-    tape = laws.run(Taped(), plain)
+    tape = laws.run(Backprop(), plain)
     largest = max(value.abs().max() for value in tape.gradient.values())
     for name, value in tape.gradient.items():
         assert (ours.gradient[name] - value).abs().max() <= 1e-5 * largest
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"truncation": 2}, {"block": 7}, {"share": 0.4}, {"record": "bfloat16"}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"window": 2}, {"block": 7}, {"share": 0.4}, {"record": "bfloat16"}], ids=str)
 @pytest.mark.parametrize("seeds", [3, (3, 4)], ids=["run", "rows"])
 def test_is_what_the_reference_is_under_every_option(options, seeds):
     tasks = (fast(DIRECTION, backend, seeds=seeds) for backend in ("cpu", "reference"))
@@ -114,7 +114,7 @@ def test_the_mean_over_samples_of_coordinates_has_the_adjoint_of_a_mean(backend)
 
 @pytest.mark.parametrize("rule", ["coordinatewise gated", DIRECTION])
 def test_changes_nothing(rule):
-    laws.assert_unroll_changes_nothing(Blockwise(2), fast(rule))
+    laws.assert_estimator_changes_nothing(Blockwise(2), fast(rule))
 
 
 def test_pieces_make_the_whole():

@@ -29,7 +29,7 @@ def assert_twin(optimiser, size, batch=(), steps=5):
     dtype = next(optimiser.parameters()).dtype
     layout, *arguments = problem(size, batch, dtype, steps)
     wanted = rolled(optimiser.update, optimiser.init(layout, batch, like=arguments[0]), *arguments)
-    twin = kernels.fast(optimiser, "cpu")
+    twin = kernels.fuse(optimiser, "cpu")
     updated = rolled(twin.update, twin.init(layout, batch, like=arguments[0]), *arguments)
     laws.assert_close(updated, wanted, TOLERANCE[dtype])
     laws.assert_same(rolled(twin.update_, twin.init(layout, batch, like=arguments[0]), *arguments), updated)
@@ -74,7 +74,7 @@ def test_any_shape(size, batch):
 
 
 def test_a_layout_of_nothing():
-    twin, empty = kernels.fast(reference(rule="direction-and-magnitude"), "cpu"), torch.zeros(0).double()
+    twin, empty = kernels.fuse(reference(rule="direction-and-magnitude"), "cpu"), torch.zeros(0).double()
     update, state = twin.update_(empty, twin.init(Layout((), ()), like=empty), empty, loss=torch.tensor(1.0))
     assert update.shape == (0,)
     assert state.shared["step"] == 1
@@ -85,7 +85,7 @@ each_rule = pytest.mark.parametrize("rule", ["additive", "gated", "direction-and
 
 def twin_of(rule):
     """A twin that needs no loss."""
-    return kernels.fast(reference("ihc-lstm", ["log-and-sign", "rnnprop", "momenta"], rule), "cpu")
+    return kernels.fuse(reference("ihc-lstm", ["log-and-sign", "rnnprop", "momenta"], rule), "cpu")
 
 
 @each_rule
@@ -122,7 +122,7 @@ def test_update_is_a_function_of_phi(rule):
 @pytest.mark.parametrize("rule", RULES)
 def test_derivatives_are_the_references(rule):
     optimiser = reference(rule=rule, items=["log-and-sign", "rnnprop"])
-    twin, (layout, (grads, *_), params, _) = kernels.fast(optimiser, "cpu"), problem(50)
+    twin, (layout, (grads, *_), params, _) = kernels.fuse(optimiser, "cpu"), problem(50)
     state = twin.init(layout, like=params)
     gradients = [
         torch.autograd.grad(each.update(grads, state, params)[0].sum(), list(optimiser.parameters()))
@@ -169,7 +169,7 @@ def test_bad_gradients_are_the_references(rule, dtype):
     gradients[4, 1, 100:200] = torch.finfo(dtype).max ** 0.5 / 2
     state = optimiser.init(layout, (2,), like=params)
     wanted = rolled(optimiser.update, state, gradients, params, losses)
-    twin = kernels.fast(optimiser, "cpu")
+    twin = kernels.fuse(optimiser, "cpu")
     results = rolled(twin.update_, state, gradients, params, losses)
     laws.assert_close(results, wanted, 2 * TOLERANCE[dtype])
     assert results[-1][2]["skipped"].tolist() == [4, 2]
@@ -223,7 +223,7 @@ def test_a_copy_is_a_twin_of_its_own():
 def test_phi_is_shared():
     """A change of the reference's parameters is the twin's at once, of their numbers or of their dtype."""
     optimiser = reference(items=["log-and-sign"])
-    twin, (layout, gradients, params, losses) = kernels.fast(optimiser, "cpu"), problem(30)
+    twin, (layout, gradients, params, losses) = kernels.fuse(optimiser, "cpu"), problem(30)
     state = twin.init(layout, like=params)
     rolled(twin.update, state, gradients, params, losses)
     seeded(optimiser, seed=4)
@@ -239,7 +239,7 @@ def test_phi_is_shared():
 
 
 def test_a_loss_that_is_not_given_is_asked_for():
-    twin, (layout, (grads, *_), params, _) = kernels.fast(reference(items=["loss"]), "cpu"), problem(5)
+    twin, (layout, (grads, *_), params, _) = kernels.fuse(reference(items=["loss"]), "cpu"), problem(5)
     with pytest.raises(UserError, match="pass loss="):
         twin.update_(grads, twin.init(layout, like=params), params)
 
@@ -271,10 +271,10 @@ REFUSED = {
 def test_a_refusal_says_why(make, reason, caplog):
     optimiser = make()
     with pytest.raises(UserError, match=reason):
-        kernels.fast(optimiser, "cpu")
+        kernels.fuse(optimiser, "cpu")
     kernels.choices.clear()
     with caplog.at_level(logging.INFO, "l2lopt"):
-        assert kernels.fast(optimiser) is kernels.fast(optimiser) is optimiser
+        assert kernels.fuse(optimiser) is kernels.fuse(optimiser) is optimiser
     (record,) = caplog.records
     assert reason in record.message
     assert "reference" in record.message
@@ -282,13 +282,13 @@ def test_a_refusal_says_why(make, reason, caplog):
 
 def test_backends(caplog):
     optimiser = reference()
-    assert kernels.fast(optimiser, "reference") is optimiser
+    assert kernels.fuse(optimiser, "reference") is optimiser
     assert not caplog.records
     kernels.choices.clear()
     with caplog.at_level(logging.INFO, "l2lopt"):
-        twins = [kernels.fast(optimiser), kernels.fast(optimiser, "auto"), kernels.fast(optimiser, "cpu")]
+        twins = [kernels.fuse(optimiser), kernels.fuse(optimiser, "auto"), kernels.fuse(optimiser, "cpu")]
     assert [type(twin) for twin in twins] == [kernels.CPU] * 3
-    assert kernels.fast(twins[0]) is twins[0]
+    assert kernels.fuse(twins[0]) is twins[0]
     assert [record.message for record in caplog.records] == ["backend auto: cpu"]
     with pytest.raises(UserError, match="did you mean 'cpu'"):
-        kernels.fast(optimiser, "cpuu")
+        kernels.fuse(optimiser, "cpuu")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from l2lopt.estimators import Taped
+from l2lopt.estimators import Backprop
 
 BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "bench_meta_gradient.py"
 COORDINATES, STEPS = 21_282_122, 100
@@ -38,7 +38,7 @@ def test_hundred_steps_of_resnet34_in_under_16_gb(rule, capsys):
     wanted = {name: torch.zeros(len(values)).double() for name, values in found["gradient"].items()}
     for few, times in ((1000, COORDINATES // 1000), (COORDINATES % 1000, 1)):
         optimiser, loss, carry, listed = problem(few, STEPS, rule)
-        piece = Taped()(optimiser.update_with, loss, optimiser.phi(), carry, listed)
+        piece = Backprop()(optimiser.update_with, loss, optimiser.phi(), carry, listed)
         for name, value in piece.gradient.items():
             wanted[name] += times * few / COORDINATES * value.flatten().double()
     assert difference(found["gradient"], {name: value.tolist() for name, value in wanted.items()}) < 1e-4

@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 
 from l2lopt import estimators, kernels, optimisers
 from l2lopt.core.errors import UserError
-from l2lopt.core.types import Carry, Step, Target, stack
+from l2lopt.core.types import Carry, InnerStep, Target, stack
 from l2lopt.estimators.window import BlockUpdate
 from l2lopt.kernels import triton
 from l2lopt.kernels.triton import replay as on_gpu
@@ -108,7 +108,7 @@ def assert_errs_at_most_twice_as_much(found, plain, exact):
 def test_the_step_is_the_references(cell, rule):
     """With every input at once, two rows, blocks that end within tensors."""
     optimiser = reference(cell, rule=rule, dtype=torch.float32).to(DEVICE)
-    twin = kernels.fast(optimiser, "triton")
+    twin = kernels.fuse(optimiser, "triton")
     wanted = run(optimiser, optimiser.update, 97, (2,), 2)
     updated = run(optimiser, twin.update, 97, (2,), 2)
     laws.assert_close(updated, wanted, 5e-6)
@@ -134,7 +134,7 @@ def test_a_step_errs_at_most_twice_as_much_as_plain(cell, rule, size, kept, pois
         items, same = ["log-and-sign", "rnnprop", "log-step"], {"size": size, "steps": 2}
         optimiser = seeded(reference(cell, items, rule, size=20), seed=seed, scale=0.3).float().to(DEVICE)
         exact = copy.deepcopy(optimiser).double()
-        found = run(optimiser, kernels.fast(optimiser, "triton").update_, first=kept, **same)
+        found = run(optimiser, kernels.fuse(optimiser, "triton").update_, first=kept, **same)
         plain = run(optimiser, optimiser.update, kept=kept, **same)
         results.append((found, plain, run(exact, exact.update, dtype=torch.float64, **same)))
     assert_errs_at_most_twice_as_much(*(stack(list(parts)) for parts in zip(*results, strict=True)))
@@ -202,7 +202,7 @@ def test_no_coordinates_and_no_steps_give_zeros(rule):
         )
         optimiser.to(DEVICE)
         laws.assert_same(replay(optimiser, optimiser.phi(), block), zeros)
-    twin, empty = kernels.fast(optimiser, "triton"), torch.zeros(0, device=DEVICE)
+    twin, empty = kernels.fuse(optimiser, "triton"), torch.zeros(0, device=DEVICE)
     update, state = twin.update_(empty, twin.init(split(0), like=empty), empty)
     assert update.shape == (0,)
     assert state.shared["step"] == 1
@@ -225,7 +225,7 @@ def test_an_unroll_has_the_same_meta_gradient(rule, share):
         update = kernels.block_update(optimiser, backend)
         unroll = estimators.Blockwise(share=share, block=16)
         carry = Carry(start, {}, optimiser.init(layout, like=start))
-        items = [Step(batch, (Target(batch, 1.0),)) for batch in targets]
+        items = [InnerStep(batch, (Target(batch, 1.0),)) for batch in targets]
         phi = optimiser.phi()
         return unroll(update, loss, phi, carry, items, unroll.init(carry, phi, 3))
 
@@ -245,7 +245,7 @@ def test_a_state_in_bfloat16_goes_in_one_piece():
     optimiser = reference("lstm", ["log-and-sign", "rnnprop"], "bounded", torch.float32).to(DEVICE)
     params = OrderedDict(a=nn.Parameter(normal(7, 3).float().to(DEVICE)), b=nn.Parameter(torch.ones(5, device=DEVICE)))
     vectors = [FlatVector(params, [{}, {}], (3, 3)) for _ in range(2)]
-    twins = kernels.fast(optimiser, "triton"), optimiser
+    twins = kernels.fuse(optimiser, "triton"), optimiser
     for seed in range(3):
         grads, theta = normal(26, seed=seed).float().to(DEVICE), normal(26, seed=9).float().to(DEVICE)
         one, other = (
@@ -258,7 +258,7 @@ def test_a_state_in_bfloat16_goes_in_one_piece():
 
 def test_derivatives_and_other_numbers_are_the_references():
     optimiser = reference("lstm", ["log-and-sign"], "additive", torch.float32).to(DEVICE)
-    twin, (layout, gradients, params, _) = kernels.fast(optimiser, "triton"), moved(problem(31, (), torch.float32, 1))
+    twin, (layout, gradients, params, _) = kernels.fuse(optimiser, "triton"), moved(problem(31, (), torch.float32, 1))
     leaf = params.clone().requires_grad_()
     update, _ = twin.update(gradients[0], optimiser.init(layout, like=params), leaf)
     assert update.requires_grad
@@ -297,14 +297,14 @@ def two_of_a_kind():
 def test_a_refusal_says_why(make, reason):
     assert reason in triton.refusal(make())
     with pytest.raises(UserError, match=reason):
-        kernels.fast(make(), "triton")
+        kernels.fuse(make(), "triton")
 
 
 def test_without_a_gpu_it_is_refused(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="there is no GPU"):
-        kernels.fast(optimisers.coordinatewise(), "triton")
+        kernels.fuse(optimisers.coordinatewise(), "triton")
 
 
 @pytest.mark.slow

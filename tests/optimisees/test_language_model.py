@@ -327,7 +327,7 @@ def test_blockwise_is_taped_on_a_language_model():
     """Meta-gradients through windows whose states are carried, two runs side by side."""
     task = problem("coordinatewise additive", "language-model")
     called = (task.update, task.loss, task.phi, task.carry, task.steps)
-    one, other = (unroll(*called) for unroll in (estimators.Taped(1), estimators.Blockwise()))
+    one, other = (unroll(*called) for unroll in (estimators.Backprop(1), estimators.Blockwise()))
     laws.assert_close(one.gradient, other.gradient, 1e-10)
     laws.assert_close(one.carry.aux, other.carry.aux)
     assert one.finite

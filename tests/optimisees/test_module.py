@@ -12,7 +12,7 @@ from l2lopt import estimators, optimisers
 from l2lopt.core.errors import UserError
 from l2lopt.core.layout import Layout
 from l2lopt.core.seeding import seed_of
-from l2lopt.core.types import Carry, Step, Target
+from l2lopt.core.types import Carry, InnerStep, Target
 from l2lopt.experiments import build
 from l2lopt.optimisee import flat_loss
 from l2lopt.training.train import TrainSettings, train
@@ -174,10 +174,10 @@ def half_frozen():
 def test_no_optimiser_fits_a_module_whose_parameters_are_all_frozen():
     frozen = module_optimisee(nn.Flatten, lambda: nn.Linear(IMAGES.train_inputs[0].numel(), 3).requires_grad_(False))
     with pytest.raises(UserError, match="expected one dtype, found no parameters; let some require a gradient"):
-        build.fitting(optimisers.make("coordinatewise", hidden_size=3), [frozen])
+        build.match_dtype(optimisers.make("coordinatewise", hidden_size=3), [frozen])
 
 
-@pytest.mark.parametrize("unroll", ["taped", "higher"])
+@pytest.mark.parametrize("unroll", ["backprop", "higher"])
 def test_frozen_parameters_stay(unroll):
     samples = InMemory(normal(12, 4).float(), torch.arange(12) % 2, normal(6, 4).float(), torch.arange(6) % 2)
     task = ModuleOptimisee(half_frozen, nn.functional.cross_entropy, samples, batch_size=4)
@@ -190,9 +190,9 @@ def test_frozen_parameters_stay(unroll):
     layout = Layout.of(params)
     rule = optimisers.make("coordinatewise", hidden_size=3, inputs=["log-and-sign"], rule="additive")
     carry = Carry(layout.ravel(params), aux, rule.init(layout))
-    steps = [Step(task.batch("train", 0, k), (Target(task.batch("train", 0, k + 1), 1.0),)) for k in range(3)]
+    steps = [InnerStep(task.batch("train", 0, k), (Target(task.batch("train", 0, k + 1), 1.0),)) for k in range(3)]
     found = estimators.make(unroll)(rule.update_with, flat_loss(task, layout), rule.phi(), carry, steps)
-    expected = estimators.make("taped", order=2 if unroll == "higher" else 1)(
+    expected = estimators.make("backprop", order=2 if unroll == "higher" else 1)(
         rule.update_with, flat_loss(task, layout), rule.phi(), carry, steps
     )
     laws.assert_close(found.gradient, expected.gradient, 1e-4)

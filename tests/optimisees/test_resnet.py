@@ -11,7 +11,7 @@ from torchvision.models.resnet import ResNet as TheirResNet
 
 from l2lopt.core.errors import UserError
 from l2lopt.core.layout import Layout
-from l2lopt.estimators import Blockwise, Taped
+from l2lopt.estimators import Backprop, Blockwise
 from optimisees import resnet
 from optimisees.classifiers.resnet import ResNet
 
@@ -50,7 +50,7 @@ def gradient(task, seed=0):
 @pytest.mark.parametrize("seeds", [0, (0, 1)])
 def test_blockwise_equals_the_tape_on_images_in_bytes(seeds):
     task = problem("coordinatewise gated", "resnet on changed images", seeds=seeds, length=3)
-    laws.assert_close(laws.run(Blockwise(), task).gradient, laws.run(Taped(1), task).gradient, 1e-9)
+    laws.assert_close(laws.run(Blockwise(), task).gradient, laws.run(Backprop(1), task).gradient, 1e-9)
 
 
 def test_channels_last_gives_the_same_numbers():

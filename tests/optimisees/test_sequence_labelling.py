@@ -10,7 +10,7 @@ from torch.func import grad
 
 from l2lopt.core.errors import UserError
 from l2lopt.core.seeding import seed_of
-from l2lopt.optimisee import measure
+from l2lopt.optimisee import evaluate_split
 from optimisees.labelling import sequence_labelling
 from optimisees.labelling.sequence_labelling import SequenceLabelling
 
@@ -139,7 +139,7 @@ def test_metrics_are_those_of_the_labels():
     assert found == [[int(log.argmax()) for log in own] for own in logs]
     assert true == [SIGNALS.test.classes[:length, b].tolist() for b, length in enumerate(SIGNALS.test.lengths.tolist())]
     pairs = [(a, b) for one, other in zip(true, found, strict=True) for a, b in zip(one, other, strict=True)]
-    figures = measure(model, "test", 0, params, {})
+    figures = evaluate_split(model, "test", 0, params, {})
     assert figures["accuracy"] == sum(a == b for a, b in pairs) / len(pairs)
     assert figures["f1"] == scores.f1 == SIGNALS.scored(true, found).f1
 

@@ -14,7 +14,7 @@ from l2lopt import optimisers
 from l2lopt.core.errors import UserError
 from l2lopt.core.layout import Layout
 from l2lopt.optimisers import SGD, AdamW, Momentum, Scheduled, adam, scheduled
-from l2lopt.optimisers.schedules import Shape, warm_up_cosine, warm_up_then
+from l2lopt.optimisers.schedules import Schedule, warm_up_cosine, warm_up_then
 
 RATE = 0.02
 NAMESAKES = {
@@ -99,7 +99,9 @@ def test_a_rate_per_row_is_separate_runs(name):
 
 
 @pytest.mark.parametrize(("warm_up", "total"), [(0, None), (7, None), (0, 30), (7, 30), (1, 2)])
-@pytest.mark.parametrize(("shape", "final"), [*product(get_args(Shape), [0.2, 1.0]), ("linear", 0.0), ("cosine", 0.0)])
+@pytest.mark.parametrize(
+    ("shape", "final"), [*product(get_args(Schedule), [0.2, 1.0]), ("linear", 0.0), ("cosine", 0.0)]
+)
 def test_schedule(shape, final, warm_up, total):
     steps = torch.arange(50)
     expected = [oracles.warm_up_then(shape, step, warm_up, total, final) for step in range(50)]
@@ -112,7 +114,7 @@ def test_a_schedules_default_is_the_cosine_to_0():
     laws.assert_same(warm_up_cosine(steps, 7, 30), warm_up_then("cosine", steps, 7, 30))
 
 
-@pytest.mark.parametrize("shape", get_args(Shape))
+@pytest.mark.parametrize("shape", get_args(Schedule))
 @pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "adamw"])
 def test_any_optimiser_under_a_schedule_is_its_namesake_with_that_rate(name, shape):
     """The decay of AdamW is multiplied as well, as a scheduler of `torch.optim` does."""

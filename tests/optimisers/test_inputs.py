@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from implementations import INPUTS, normal, sight
+from implementations import INPUTS, normal, step_inputs
 
 from l2lopt.core.errors import UserError
 from l2lopt.optimisers.inputs import LogAndSign, LogStep, Loss, Momenta, Parameter, RNNprop
@@ -23,7 +23,7 @@ gradients = st.builds(math.copysign, magnitudes, st.sampled_from([1.0, -1.0]))
 
 def see(item, g, step=1, memory=None):
     memory = memory or {name: torch.zeros_like(g) for name in item.memory}
-    return item(sight(g, torch.zeros_like(g), step, g.new_full(g.shape[:-1], 0.7)), memory)
+    return item(step_inputs(g, torch.zeros_like(g), step, g.new_full(g.shape[:-1], 0.7)), memory)
 
 
 @given(st.lists(gradients, min_size=1, max_size=5), st.sampled_from([1.0, 10.0, 25.0]))
@@ -58,12 +58,12 @@ def test_momenta(values):
 
 def test_the_parameter_is_seen_as_it_is():
     params = normal(2, 3)
-    assert torch.equal(Parameter()(sight(params, params, 1, None), {})[0], params[None])
+    assert torch.equal(Parameter()(step_inputs(params, params, 1, None), {})[0], params[None])
 
 
 def test_the_loss_is_seen_by_every_coordinate_of_its_row():
     losses, grads = torch.tensor([2.0, 1e-9], dtype=torch.float64), normal(2, 3)
-    features, _ = Loss()(sight(grads, grads, 1, losses), {})
+    features, _ = Loss()(step_inputs(grads, grads, 1, losses), {})
     for row, loss in enumerate(losses.tolist()):
         for k in range(3):
             assert features[:, row, k].tolist() == pytest.approx(oracles.log_and_sign(loss, 10.0), rel=1e-12)
@@ -71,7 +71,7 @@ def test_the_loss_is_seen_by_every_coordinate_of_its_row():
 
 def test_a_loss_that_is_not_given_is_asked_for():
     with pytest.raises(UserError, match="expected the loss of this step, found none; pass loss="):
-        Loss()(sight(normal(3), normal(3), 1, None), {})
+        Loss()(step_inputs(normal(3), normal(3), 1, None), {})
 
 
 @pytest.mark.parametrize("step", [1, 2, 1000])

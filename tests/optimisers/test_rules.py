@@ -6,7 +6,7 @@ import laws
 import oracles
 import pytest
 import torch
-from implementations import RULES, normal, seeded, sight
+from implementations import RULES, normal, seeded, step_inputs
 
 from l2lopt.core.layout import Layout
 from l2lopt.optimisers.rules import Additive, Bounded, DirectionAndMagnitude, Gated, root_mean_square
@@ -16,7 +16,7 @@ SIZES = (1, 4, 3)
 
 
 def see(params, step, grads=None):
-    return sight(torch.zeros_like(params) if grads is None else grads, params, step, layout=LAYOUT)
+    return step_inputs(torch.zeros_like(params) if grads is None else grads, params, step, layout=LAYOUT)
 
 
 def apply(rule, outputs, nominal, params, step, grads=None):

@@ -11,7 +11,7 @@ import pytest
 
 from l2lopt.core.errors import UserError
 from l2lopt.core.types import silent
-from l2lopt.parallel.jobs import make_all, spread
+from l2lopt.parallel.jobs import format_range, run_jobs
 
 
 def work(piece, report):
@@ -35,14 +35,14 @@ def work(piece, report):
 )
 def test_where_a_piece_fails_the_others_are_ended(tmp_path, kind, message):
     with pytest.raises(UserError, match=message):
-        make_all(work, [("long", tmp_path), (kind, tmp_path)], 2, silent)
+        run_jobs(work, [("long", tmp_path), (kind, tmp_path)], 2, silent)
     assert [path.name for path in tmp_path.iterdir()] == ["begun"]
 
 
 def test_the_count_is_of_what_is_to_be_made():
     """Pieces that were there, which report nothing, would make the rest seem as quick."""
     seen = []
-    make_all(odd, [1, 2, 3, 5], 2, lambda *event: seen.append(event))
+    run_jobs(odd, [1, 2, 3, 5], 2, lambda *event: seen.append(event))
     counts = [event[1:3] for event in seen if event[0] == "study"]
     assert (counts[0], counts[-1]) == ((0, 4), (3, 3))
     told = [event for event in seen if event[0] != "study"]
@@ -58,7 +58,7 @@ def odd(piece, report):
 
 def test_no_process_outlives_the_one_that_began_it(tmp_path):
     """Or it would go on beside whoever takes the study up again."""
-    code = "import pathlib, test_jobs as t; t.make_all(t.endless, [pathlib.Path('made')], 2, t.silent)"
+    code = "import pathlib, test_jobs as t; t.run_jobs(t.endless, [pathlib.Path('made')], 2, t.silent)"
     search = {"PYTHONPATH": str(Path(__file__).parent)}
     began = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, **search})
     made = tmp_path / "made"
@@ -83,5 +83,5 @@ def endless(path, report):
 
 
 def test_a_spread_has_brackets_for_several_values_alone():
-    assert spread([1.0], 1) == "1.0"
-    assert spread([1.0, 2.0, 4.0], 2) == "2.33 (1.00–4.00)"
+    assert format_range([1.0], 1) == "1.0"
+    assert format_range([1.0, 2.0, 4.0], 2) == "2.33 (1.00–4.00)"

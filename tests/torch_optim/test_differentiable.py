@@ -13,7 +13,7 @@ from torch.func import functional_call, grad_and_value
 
 from l2lopt import LearnedOptimizer, UserError, estimators, optimisers
 from l2lopt.core.layout import Layout
-from l2lopt.core.types import Carry, Step, Target
+from l2lopt.core.types import Carry, InnerStep, Target
 from l2lopt.torch_optim.differentiable import higher
 
 STEPS = 4
@@ -70,7 +70,7 @@ def test_gradients_of_start_and_phi_are_exact(make):
 
 
 def test_the_meta_gradient_is_the_tapes():
-    """`unrolls.Taped` in second order, a step's target the next batch."""
+    """`unrolls.Backprop` in second order, a step's target the next batch."""
     rule, model = learned("direction-and-magnitude"), small_model()
     layout = Layout.of(dict(model.named_parameters()))
     flat = layout.ravel(dict(model.named_parameters())).detach()
@@ -79,8 +79,8 @@ def test_the_meta_gradient_is_the_tapes():
         return (functional_call(model, layout.unravel(theta), (X[step],)) - Y[step]).square().mean(), aux
 
     carry = Carry(flat, {}, rule.init(layout, like=flat))
-    steps = [Step(step, (Target(step + 1, 1.0),)) for step in range(STEPS)]
-    taped = estimators.Taped(2)(rule.update_with, loss, rule.phi(), carry, steps)
+    steps = [InnerStep(step, (Target(step + 1, 1.0),)) for step in range(STEPS)]
+    taped = estimators.Backprop(2)(rule.update_with, loss, rule.phi(), carry, steps)
     value, _ = unrolled(model, LearnedOptimizer(model.parameters(), rule), override={"weights": [rule]})
     gradients = torch.autograd.grad(value, list(rule.phi().values()))
     laws.assert_close(value.detach(), taped.value, 1e-10)

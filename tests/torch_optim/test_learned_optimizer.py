@@ -18,7 +18,7 @@ from l2lopt.weights import files
 def test_equals_the_rule_run_by_hand_to_the_bit(rule):
     params = start()
     layout, theta = Layout.of(params), Layout.of(params).ravel(params).detach()
-    by_hand, state = kernels.fast(rule()), rule().init(layout, like=theta)
+    by_hand, state = kernels.fuse(rule()), rule().init(layout, like=theta)
     for step in range(6):
         leaf = theta.clone().requires_grad_()
         loss = bumpy(layout.unravel(leaf), step)
@@ -142,7 +142,7 @@ def test_ranks_and_dtypes(rule, dtype):
     params = {name: torch.nn.Parameter(normal(*shape).to(dtype)) for name, shape in RANKS.items()}
     layout, precise = Layout.of(params), torch.float64 if dtype == torch.float64 else torch.float32
     theta = layout.ravel(params).detach()
-    by_hand = kernels.fast(RULES[rule]().to(precise).requires_grad_(False))
+    by_hand = kernels.fuse(RULES[rule]().to(precise).requires_grad_(False))
     state = by_hand.init(layout, like=theta.to(precise))
     optimizer = LearnedOptimizer(params.values(), RULES[rule](), lr=0.5)
     for step in range(3):

@@ -13,7 +13,7 @@ import optimisees
 from l2lopt import optimisers
 from l2lopt.core.errors import UserError
 from l2lopt.core.seeding import generator, seed_of
-from l2lopt.estimators import Blockwise, MetaGradient, Taped, Unroll
+from l2lopt.estimators import Backprop, Blockwise, MetaGradient, MetaGradientEstimator
 from l2lopt.evaluation.free_runs import run_free
 from l2lopt.optimisers import Optimiser
 from l2lopt.training.inner_runs import inner_steps
@@ -52,7 +52,7 @@ def train(optimiser, optimisee, unroll=None, *, score=lambda _: 0.0, records=Non
     settings = MetaTrainSettings(**{"updates": 6, "warm_up": 0, "validate_every": 2} | changes)
     unrolls = unrolls or UnrollSettings(length=4)
     problems = optimisee if isinstance(optimisee, list) else [optimisee]
-    return meta_train(optimiser, problems, unroll or Taped(), settings, unrolls, score=score, records=records)
+    return meta_train(optimiser, problems, unroll or Backprop(), settings, unrolls, score=score, records=records)
 
 
 def test_the_rate_of_gradient_descent_is_learned(quadratic):
@@ -72,7 +72,7 @@ def test_the_rate_of_gradient_descent_is_learned(quadratic):
 def test_one_meta_update_is_adam_on_the_mean_clipped_gradient(quadratic):
     recorded = []
 
-    class Spy(Taped):
+    class Spy(Backprop):
         def __call__(self, *args, **kwargs):
             recorded.append(super().__call__(*args, **kwargs))
             return recorded[-1]
@@ -103,7 +103,7 @@ def test_the_best_and_not_the_last_optimiser_is_kept(quadratic):
 
 
 def test_an_unroll_that_is_not_finite_is_counted_and_left_out(quadratic):
-    class Flaky(Unroll):
+    class Flaky(MetaGradientEstimator):
         def __init__(self):
             self.calls = 0
 
@@ -112,7 +112,7 @@ def test_an_unroll_that_is_not_finite_is_counted_and_left_out(quadratic):
 
         def __call__(self, update, loss, phi, carry, steps, state=()):
             self.calls += 1
-            piece = Taped()(update, loss, phi, carry, steps, state)
+            piece = Backprop()(update, loss, phi, carry, steps, state)
             if self.calls % 2:
                 poison = {name: torch.full_like(value, torch.nan) for name, value in piece.gradient.items()}
                 return MetaGradient(piece.value, poison, piece.carry, piece.losses, False)
@@ -138,7 +138,7 @@ def test_truncation_carries_the_run_on(quadratic):
     """Windows of a run follow one another; the next run begins where the last has ended, from another seed."""
     begun = []
 
-    class Spy(Taped):
+    class Spy(Backprop):
         def __call__(self, update, loss, phi, carry, steps, state=()):
             piece = super().__call__(update, loss, phi, carry, steps, state)
             begun.append((carry.params, piece.carry.params, len(piece.losses)))
@@ -167,7 +167,7 @@ def test_scaled_runs_are_the_same_problem_in_other_units(quadratic):
     """c∘(θ/c) is θ at the start, the gradient is c times the plain one, and each run draws its own c within bounds."""
     starts = []
 
-    class Spy(Taped):
+    class Spy(Backprop):
         def __call__(self, update, loss, phi, carry, steps, state=()):
             steps = list(steps)
             theta = carry.params.clone().requires_grad_()
@@ -246,7 +246,7 @@ def test_a_curriculum_begins_with_short_runs(update, length):
 def test_runs_lengthen_along_the_curriculum(quadratic):
     lengths = []
 
-    class Spy(Taped):
+    class Spy(Backprop):
         def __call__(self, update, loss, phi, carry, steps, state=()):
             piece = super().__call__(update, loss, phi, carry, steps, state)
             lengths.append(len(piece.losses))
@@ -259,7 +259,7 @@ def test_runs_lengthen_along_the_curriculum(quadratic):
 def test_every_run_draws_one_of_the_optimisees():
     sizes = []
 
-    class Spy(Taped):
+    class Spy(Backprop):
         def init(self, carry, phi, seed):
             sizes.append(len(carry.params))
             return super().init(carry, phi, seed)
@@ -323,7 +323,7 @@ def test_what_a_meta_gradient_takes_and_leaves_out_is_logged_once(quadratic, cap
     assert sum("taken as constants" in line for line in lines) == noted
 
 
-class Planned(Taped):
+class Planned(Backprop):
     """An estimator of somebody's own that knows what it takes."""
 
     def __init__(self, refuses):
@@ -368,7 +368,7 @@ def test_a_checkpoints_keys_are_those_of_earlier_versions(quadratic):
     optimiser, checkpoint = LearnedRate(1e-3), InMemory()
     settings = MetaTrainSettings(updates=3, validate_every=2, checkpoint_every=1)
     unrolls = UnrollSettings(length=9, truncation=2)
-    meta_train(optimiser, [quadratic], Taped(), settings, unrolls, score=lambda _: 0.0, checkpoint=checkpoint)
+    meta_train(optimiser, [quadratic], Backprop(), settings, unrolls, score=lambda _: 0.0, checkpoint=checkpoint)
     facts, tensors = checkpoint.saved
     assert facts == {
         "update": 3,

@@ -18,7 +18,7 @@ from l2lopt.core.seeding import seed_of
 from l2lopt.experiments import build
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import TrainConfig
-from l2lopt.optimisee import measure
+from l2lopt.optimisee import evaluate_split
 from l2lopt.optimisers.schedules import warm_up_cosine
 from l2lopt.report import figures as plotting
 from l2lopt.storage import tensor_file
@@ -127,7 +127,7 @@ def test_is_the_plain_loop(schedule):
         aux = {name: value.detach() for name, value in aux.items()}
     laws.assert_same((result.params, result.aux), ({k: v.detach() for k, v in params.items()}, aux))
     assert (result.step, result.steps, result.diverged) == (7, 7, None)
-    assert result.metrics == measure(task, "test", 0, result.params, result.aux)
+    assert result.metrics == evaluate_split(task, "test", 0, result.params, result.aux)
 
 
 def test_lbfgs_evaluates_as_often_as_it_likes_on_one_batch():
@@ -165,9 +165,9 @@ def test_early_stopping_ends_with_the_best(tmp_path):
     assert result.steps == max(watched) == min(60, result.step + 2 * 3)
     assert 0 < result.step < result.steps < 60
     task = build.build_training(configs.load(settings, kind=TrainConfig)).optimisee
-    again = measure(task, "heldout", seed_of("train", 0), result.params, result.aux)
+    again = evaluate_split(task, "heldout", seed_of("train", 0), result.params, result.aux)
     assert again["loss"] == watched[result.step]
-    first = measure(task, "heldout", seed_of("train", 0), *task.init(seed_of("train", 0)))
+    first = evaluate_split(task, "heldout", seed_of("train", 0), *task.init(seed_of("train", 0)))
     assert first["loss"] == watched[0]
     assert lines(tmp_path / "run", "test") == []
 
@@ -213,7 +213,7 @@ def test_metrics_are_means_over_all_samples():
     scores = scores @ params["2.weight"].T + params["2.bias"]
     right = sum(int(row.argmax()) == int(label) for row, label in zip(scores, data.test_targets, strict=True))
     loss = -sum(row.double().log_softmax(0)[label].item() for row, label in zip(scores, data.test_targets, strict=True))
-    found = measure(task, "test", 0, params, aux)
+    found = evaluate_split(task, "test", 0, params, aux)
     assert [count for _, count in task.evaluation_batches("test", 0)] == [200, 200, 97]
     assert found["accuracy"] == pytest.approx(right / 497, rel=1e-6)
     assert found["loss"] == pytest.approx(loss / 497, rel=1e-6)
@@ -242,7 +242,7 @@ def test_the_run_leaves_everything(tmp_path, monkeypatch, capsys):
     params, aux = (
         {k.removeprefix(part): v for k, v in tensors.items() if k.startswith(part)} for part in ("params/", "aux/")
     )
-    assert measure(task, "test", 0, params, aux) == result["metrics"]
+    assert evaluate_split(task, "test", 0, params, aux) == result["metrics"]
     assert [line["step"] for line in lines(run, "test")] == [0, 3, 6, 7]
     before = (run / "figures" / "training-curve.svg").read_bytes()
     (run / "figures" / "training-curve.svg").unlink()

@@ -148,7 +148,11 @@ DESCRIBED = {
     "lstm": lambda: files.load("lstm"),
     "ihc-lstm": lambda: files.load("ihc-lstm"),
     "gated": lambda: made(rule="gated", inputs=["log-and-sign", "momenta"]),
-    **{name: functools.partial(optimisers.make, name, lr=0.1) for name in optimisers.HANDMADE if name != "scheduled"},
+    **{
+        name: functools.partial(optimisers.make, name, lr=0.1)
+        for name in optimisers.HAND_DESIGNED
+        if name != "scheduled"
+    },
     "scheduled": lambda: optimisers.make("scheduled", optimiser="sgd", lr=0.1),
 }
 DIGESTS = {

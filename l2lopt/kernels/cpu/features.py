@@ -12,7 +12,7 @@ from torch import Tensor
 
 from l2lopt.kernels.cpu.block import Block, Segments
 from l2lopt.optimisers import inputs
-from l2lopt.optimisers.inputs import Input, Sight
+from l2lopt.optimisers.inputs import Input, StepInputs
 
 Write: TypeAlias = Callable[[Sequence[Tensor], Block], None]
 
@@ -29,9 +29,9 @@ class FeatureRows(NamedTuple):
     write: Write
 
 
-def log_and_sign(name: str, item: inputs.LogAndSign, sight: Sight, step: int) -> FeatureRows:
+def log_and_sign(name: str, item: inputs.LogAndSign, step_inputs: StepInputs, step: int) -> FeatureRows:
     """Rows log max(|g|, e⁻ᵖ) and eᵖ g cut at ±1: sign g from |g| = e⁻ᵖ on. Five operations."""
-    least = _least(item.p, sight.grads)
+    least = _least(item.p, step_inputs.grads)
 
     def write(rows: Sequence[Tensor], block: Block) -> None:
         size, sign = rows
@@ -41,12 +41,12 @@ def log_and_sign(name: str, item: inputs.LogAndSign, sight: Sight, step: int) ->
     return FeatureRows([1 / item.p, 1.0], write)
 
 
-def rnnprop(name: str, item: inputs.RNNprop, sight: Sight, step: int) -> FeatureRows:
+def rnnprop(name: str, item: inputs.RNNprop, step_inputs: StepInputs, step: int) -> FeatureRows:
     """Rows m and g over √v + ε√(1 − β₂ᵗ), the other corrections left as factors. Seven operations."""
     m_key, v_key = f"{name}.m", f"{name}.v"
     beta1, beta2 = item.beta1, item.beta2
-    unbias = math.sqrt(1 - beta2**step)
-    eps = item.eps * unbias
+    bias_correction = math.sqrt(1 - beta2**step)
+    eps = item.eps * bias_correction
 
     def write(rows: Sequence[Tensor], block: Block) -> None:
         m_hat, g_hat = rows
@@ -56,14 +56,14 @@ def rnnprop(name: str, item: inputs.RNNprop, sight: Sight, step: int) -> Feature
         torch.div(m, scale, out=m_hat)
         torch.div(block.grads, scale, out=g_hat)
 
-    return FeatureRows([unbias / (1 - beta1**step), unbias], write)
+    return FeatureRows([bias_correction / (1 - beta1**step), bias_correction], write)
 
 
-def momenta(name: str, item: inputs.Momenta, sight: Sight, step: int) -> FeatureRows:
+def momenta(name: str, item: inputs.Momenta, step_inputs: StepInputs, step: int) -> FeatureRows:
     """Rows m_β over √v + ε√(1 − β₂ᵗ). Four operations and two a feature."""
     keys, v_key = [f"{name}.m{index}" for index in range(item.size)], f"{name}.v"
-    unbias = math.sqrt(1 - item.square_beta**step)
-    eps = item.eps * unbias
+    bias_correction = math.sqrt(1 - item.square_beta**step)
+    eps = item.eps * bias_correction
 
     def write(rows: Sequence[Tensor], block: Block) -> None:
         v = _mean_square(block, v_key, item.square_beta)
@@ -72,25 +72,25 @@ def momenta(name: str, item: inputs.Momenta, sight: Sight, step: int) -> Feature
             m = torch.lerp(block.before[key], block.grads, 1 - beta, out=block.after[key])
             torch.div(m, scale, out=row)
 
-    return FeatureRows([unbias / (1 - beta**step) for beta in item.betas], write)
+    return FeatureRows([bias_correction / (1 - beta**step) for beta in item.betas], write)
 
 
-def log_step(name: str, item: inputs.LogStep, sight: Sight, step: int) -> FeatureRows:
+def log_step(name: str, item: inputs.LogStep, step_inputs: StepInputs, step: int) -> FeatureRows:
     """1, with the factor log(t) / scale."""
     return FeatureRows([math.log(step) / item.scale], lambda rows, block: _fill(rows[0], 1.0))
 
 
-def parameter(name: str, item: inputs.Parameter, sight: Sight, step: int) -> FeatureRows:
+def parameter(name: str, item: inputs.Parameter, step_inputs: StepInputs, step: int) -> FeatureRows:
     """θ."""
     return FeatureRows([1.0], lambda rows, block: _copy(rows[0], block.params))
 
 
-def loss(name: str, item: inputs.Loss, sight: Sight, step: int) -> FeatureRows:
+def loss(name: str, item: inputs.Loss, step_inputs: StepInputs, step: int) -> FeatureRows:
     """What the reference makes of each row's loss, as often as the row has coordinates in the block."""
-    n = sight.grads.shape[-1]
-    first = sight._replace(grads=sight.grads[..., :1], params=sight.params[..., :1])
+    n = step_inputs.grads.shape[-1]
+    first = step_inputs._replace(grads=step_inputs.grads[..., :1], params=step_inputs.params[..., :1])
     values = item(first, {})[0].flatten(1).tolist()
-    segments = Segments([n] * (sight.grads.numel() // max(n, 1)))
+    segments = Segments([n] * (step_inputs.grads.numel() // max(n, 1)))
 
     def write(rows: Sequence[Tensor], block: Block) -> None:
         at = 0
@@ -102,7 +102,7 @@ def loss(name: str, item: inputs.Loss, sight: Sight, step: int) -> FeatureRows:
     return FeatureRows([1.0, 1.0], write)
 
 
-ROWS: Mapping[type[Input], Callable[[str, Any, Sight, int], FeatureRows]] = {
+FEATURES: Mapping[type[Input], Callable[[str, Any, StepInputs, int], FeatureRows]] = {
     inputs.LogAndSign: log_and_sign,
     inputs.RNNprop: rnnprop,
     inputs.Momenta: momenta,
@@ -110,7 +110,7 @@ ROWS: Mapping[type[Input], Callable[[str, Any, Sight, int], FeatureRows]] = {
     inputs.Parameter: parameter,
     inputs.Loss: loss,
 }
-"""Input → (its name, itself, the step's sight, its number t) → rows."""
+"""Input → (its name, itself, the step's inputs, its number t) → rows."""
 
 
 def _least(p: float, like: Tensor) -> float:

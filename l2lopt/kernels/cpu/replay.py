@@ -19,7 +19,7 @@ from l2lopt.kernels.cpu.workspace import Workspace
 from l2lopt.kernels.folding import Folded, fold, gradient_through, refusal
 from l2lopt.optimisers.base import Optimiser
 from l2lopt.optimisers.coordinatewise import Coordinatewise
-from l2lopt.optimisers.inputs import INPUTS, Input, Parameter, Sight
+from l2lopt.optimisers.inputs import INPUTS, Input, Parameter, StepInputs
 
 
 def refusal_to_replay(optimiser: Optimiser) -> str | None:
@@ -277,14 +277,14 @@ def _look(name: str, item: Input, grads: Tensor, finite: Tensor, window: Window,
     """Writes the features of an input other than θ to `out` [T, size, P]: at once where it has no memory."""
     if not item.memory:
         number = steps.view(-1, *(1,) * window.params.dim())
-        sight = Sight(grads, window.params, number, window.losses, window.state.layout, finite)
-        features, _ = item(sight, {})
+        step_inputs = StepInputs(grads, window.params, number, window.losses, window.state.layout, finite)
+        features, _ = item(step_inputs, {})
         out.copy_(features.reshape(item.size, *out[:, 0].shape).transpose(0, 1))
         return
     memory = {key: window.state.coordinates[f"{name}.{key}"] for key in item.memory}
     for t, step in enumerate(steps):
         features, after = item(
-            Sight(grads[t], window.params, step, window.losses[t], window.state.layout, finite[t]), memory
+            StepInputs(grads[t], window.params, step, window.losses[t], window.state.layout, finite[t]), memory
         )
         out[t].copy_(features.reshape(out[t].shape))
         memory = {key: value.where(finite[t], memory[key]) for key, value in after.items()}

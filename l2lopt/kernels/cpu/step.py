@@ -13,14 +13,14 @@ from l2lopt.core.types import OptimiserState
 from l2lopt.kernels import folding
 from l2lopt.kernels.cpu.block import WIDTH, Block
 from l2lopt.kernels.cpu.cells import CellKernel, cell_kernel
-from l2lopt.kernels.cpu.features import ROWS, FeatureRows
+from l2lopt.kernels.cpu.features import FEATURES, FeatureRows
 from l2lopt.kernels.cpu.reductions import RootMeanSquare
 from l2lopt.kernels.cpu.rules import KERNELS, DirectionAndMagnitude, RuleKernel
 from l2lopt.kernels.cpu.workspace import Memory
 from l2lopt.kernels.folding import Folded
-from l2lopt.kernels.fused import Twin
+from l2lopt.kernels.fused import FusedOptimiser
 from l2lopt.optimisers import Coordinatewise, Optimiser
-from l2lopt.optimisers.inputs import Sight
+from l2lopt.optimisers.inputs import StepInputs
 from l2lopt.parallel.threads import one_each, share_out
 
 KINDS = [{(torch.float32, "cpu")}, {(torch.float64, "cpu")}]
@@ -34,7 +34,7 @@ def refusal(optimiser: Optimiser) -> str | None:
         return reason
     assert isinstance(optimiser, Coordinatewise)
     for name, item in optimiser.inputs.items():
-        if type(item) not in ROWS:
+        if type(item) not in FEATURES:
             return f"the input {name!r} is not one of the library's: {type(item).__name__}"
     if type(optimiser.rule) not in KERNELS:
         return f"the rule is not one of the library's: {type(optimiser.rule).__name__}"
@@ -44,7 +44,7 @@ def refusal(optimiser: Optimiser) -> str | None:
     return None
 
 
-class CPU(Twin):
+class CPU(FusedOptimiser):
     """The fused form of a rule on an LSTM or an IHC-LSTM for the CPU.
 
     The linear layers are multiplied out (`folding.fold`), and a block of coordinates goes through inputs, product,
@@ -83,9 +83,11 @@ class CPU(Twin):
             {key: _flat(value, grads) for key, value in coordinates.items()},
             update.view(-1),
         )
-        sight = Sight(grads, params, shared["step"], loss, state.layout, torch.empty(0))  # no kernel asks for `finite`
+        step_inputs = StepInputs(
+            grads, params, shared["step"], loss, state.layout, torch.empty(0)
+        )  # no kernel asks for `finite`
         with one_each() as threads:
-            step = BlockStep.of(self.reference, phi, self._fold(phi), sight)
+            step = BlockStep.of(self.reference, phi, self._fold(phi), step_inputs)
             statistic = RootMeanSquare(state.layout, batch, rule.by_fan_in) if rule.statistic else None
             bad, squares = self._first_pass(threads, step, whole, statistic)
             if statistic is not None:
@@ -151,10 +153,13 @@ class BlockStep(NamedTuple):
     rule: RuleKernel
 
     @classmethod
-    def of(cls, optimiser: Coordinatewise, phi: Params, folded: Folded, sight: Sight) -> "BlockStep":
+    def of(cls, optimiser: Coordinatewise, phi: Params, folded: Folded, step_inputs: StepInputs) -> "BlockStep":
         """The step of an optimiser that `refusal` lets pass, its layers multiplied out."""
-        number, rule = int(sight.step), optimiser.rule
-        inputs = {name: ROWS[type(item)](name, item, sight, number) for name, item in optimiser.inputs.items()}  # type: ignore[index]  # a ModuleDict forgets what its modules are
+        number, rule = int(step_inputs.step), optimiser.rule
+        inputs = {
+            name: FEATURES[type(item)](name, item, step_inputs, number)  # type: ignore[index]  # a ModuleDict forgets what its modules are
+            for name, item in optimiser.inputs.items()
+        }
         scale = [factor for rows in inputs.values() for factor in rows.scale]
         nominal = inputs["rnnprop"].scale[0] if rule.needs else 1.0
         return cls(number, inputs, cell_kernel(folded, scale), KERNELS[type(rule)](rule, folded, phi, nominal))

@@ -114,7 +114,7 @@ class Constants:
         return 4 * self.P * self.K + 3 * self.P * self.P + 5 * self.P + EXTRA
 
 
-class Shape(NamedTuple):
+class KernelShape(NamedTuple):
     """What is fixed for an optimiser.
 
     Attributes:
@@ -128,7 +128,7 @@ class Shape(NamedTuple):
     inner: int
 
     @classmethod
-    def of(cls, optimiser: Coordinatewise, precision: str, width: int) -> "Shape":
+    def of(cls, optimiser: Coordinatewise, precision: str, width: int) -> "KernelShape":
         """The shape of an optimiser that `refusal` lets pass, for blocks of `width` coordinates."""
         cell, features = optimiser.cell, optimiser.embedding.in_features
         hidden, inner = cell.hidden_size, cell.input_size
@@ -226,23 +226,23 @@ def _row(optimiser: Coordinatewise, t: int) -> list[float]:
         elif isinstance(item, inputs.LogAndSign):
             numbers |= {"log-and-sign: least": math.exp(-item.p), "log-and-sign: 1/p": 1 / item.p}
         elif isinstance(item, inputs.RNNprop):
-            unbias = math.sqrt(1 - item.beta2**t)
+            bias_correction = math.sqrt(1 - item.beta2**t)
             numbers |= {
                 "rnnprop: 1 − β₁": 1 - item.beta1,
                 "rnnprop: β₂": item.beta2,
                 "rnnprop: 1 − β₂": 1 - item.beta2,
-                "rnnprop: ε": item.eps * unbias,
-                "rnnprop: factor of m": unbias / (1 - item.beta1**t),
-                "rnnprop: factor of g": unbias,
+                "rnnprop: ε": item.eps * bias_correction,
+                "rnnprop: factor of m": bias_correction / (1 - item.beta1**t),
+                "rnnprop: factor of g": bias_correction,
             }
         elif isinstance(item, inputs.Momenta):
-            unbias = math.sqrt(1 - item.square_beta**t)
+            bias_correction = math.sqrt(1 - item.square_beta**t)
             numbers |= {
                 "momenta: β": item.square_beta,
                 "momenta: 1 − β": 1 - item.square_beta,
-                "momenta: ε": item.eps * unbias,
+                "momenta: ε": item.eps * bias_correction,
             }
-            momenta = [number for beta in item.betas for number in (1 - beta, unbias / (1 - beta**t))]
+            momenta = [number for beta in item.betas for number in (1 - beta, bias_correction / (1 - beta**t))]
     return [*numbers.values(), *momenta]
 
 
@@ -251,7 +251,7 @@ def losses(optimiser: Coordinatewise, loss: Tensor | None, like: Tensor) -> Tens
     for _, item in items(optimiser):
         if isinstance(item, inputs.Loss):
             blank = like.new_zeros(*(() if loss is None else loss.shape), 1)
-            features, _ = item(inputs.Sight(blank, blank, torch.zeros(()), loss, Layout((), ()), blank), {})
+            features, _ = item(inputs.StepInputs(blank, blank, torch.zeros(()), loss, Layout((), ()), blank), {})
             return features[..., 0].movedim(0, -1).float().contiguous()  # type: ignore[no-any-return]  # indexing forgets the type
     return like.new_zeros(2 * like[..., :1].numel() or 2, dtype=torch.float32)
 

@@ -12,7 +12,7 @@ from l2lopt.estimators.window import BlockAdjoints, MeanAdjoint, Window
 from l2lopt.kernels import recorded
 from l2lopt.kernels.folding import Folded, fold, gradient_through
 from l2lopt.kernels.triton import device_replay, packing
-from l2lopt.kernels.triton.packing import Shape
+from l2lopt.kernels.triton.packing import KernelShape
 from l2lopt.kernels.triton.step import LAUNCH, PRECISION, WIDTH, gates_of, programs, rule_of
 from l2lopt.optimisers import Coordinatewise
 from l2lopt.optimisers.rules import DirectionAndMagnitude, Gated
@@ -46,7 +46,7 @@ def _replay(
     optimiser: Coordinatewise, phi: Params, window: Window, adjoints: Mapping[str, MeanAdjoint], folded: Folded
 ) -> tuple[Folded, Params]:
     """The gradient with respect to `folded` and to the rule's parameters."""
-    shape = Shape.of(optimiser, PRECISION, WIDTH)
+    shape = KernelShape.of(optimiser, PRECISION, WIDTH)
     found, of_rule = shape.unpack(_run(optimiser, shape, phi, folded, window, adjoints, None).sum(0), folded)
     if isinstance(optimiser.rule, Gated):
         # A gate's bias is added to the head's: their gradients are one.
@@ -68,7 +68,7 @@ def statistic_adjoint(optimiser: Coordinatewise, phi: Params, window: Window) ->
     directions = torch.zeros_like(window.grads)
     with torch.no_grad():
         if window.grads.numel():
-            shape = Shape.of(optimiser, PRECISION, WIDTH)
+            shape = KernelShape.of(optimiser, PRECISION, WIDTH)
             _run(optimiser, shape, phi, fold(optimiser, phi), window, {}, directions)
         scales = packing.scales(optimiser, phi, recorded.numbers(window), window.params).tolist()
         return recorded.statistic_adjoint(rule, scales, directions, window)
@@ -76,7 +76,7 @@ def statistic_adjoint(optimiser: Coordinatewise, phi: Params, window: Window) ->
 
 def _run(
     optimiser: Coordinatewise,
-    shape: Shape,
+    shape: KernelShape,
     phi: Params,
     folded: Folded,
     window: Window,

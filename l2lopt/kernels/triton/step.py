@@ -8,10 +8,10 @@ from torch import Tensor
 
 from l2lopt.core.layout import Layout, Params
 from l2lopt.core.types import OptimiserState
-from l2lopt.kernels.fused import Twin
+from l2lopt.kernels.fused import FusedOptimiser
 from l2lopt.kernels.recorded import root_of
 from l2lopt.kernels.triton import device, interpreted, packing
-from l2lopt.kernels.triton.packing import Shape
+from l2lopt.kernels.triton.packing import KernelShape
 from l2lopt.optimisers import Coordinatewise
 from l2lopt.optimisers.rules import DIRECTION
 
@@ -55,7 +55,7 @@ class Chunks(NamedTuple):
         return cls(*(part.to(like.device) for part in (first[tensors] + within, left, tensors, counts)))
 
 
-class Triton(Twin):
+class Triton(FusedOptimiser):
     """The twin of a rule on an LSTM or an IHC-LSTM for a GPU.
 
     φ and all arithmetic are float32, products by `PRECISION`; gradients, θ and the state may be float32 or bfloat16,
@@ -68,11 +68,11 @@ class Triton(Twin):
         reference: the plain optimiser, one that `refusal` lets pass; its parameters are φ.
     """
 
-    rounds_its_state = True
+    accepts_low_precision_state = True
 
     def __init__(self, reference: Coordinatewise) -> None:
         super().__init__(reference)
-        self.shape = Shape.of(reference, PRECISION, WIDTH)
+        self.shape = KernelShape.of(reference, PRECISION, WIDTH)
         self._packed: tuple[object, Tensor] | None = None
         self._chunks: tuple[Layout, torch.device, Chunks] | None = None
 
