@@ -14,6 +14,7 @@ from l2lopt.core.errors import UserError
 from l2lopt.core.groupings import (
     COMPUTED,
     GROUPINGS,
+    Computed,
     EmptiedGrouping,
     Exchange,
     Grouping,
@@ -124,6 +125,9 @@ class Layout:
         if self.shards is not None:
             expected, remedy = "whole tensors", "choose a rule whose coordinates meet in means only, or do not shard"
             raise UserError(name, expected=expected, found="tensors that lie across processes", remedy=remedy)
+        if self.origin is not None and isinstance(self.exchange, Computed):
+            expected, remedy = "whole tensors", "update the whole vector, or play back what was recorded"
+            raise UserError(name, expected=expected, found="a slice of the coordinates", remedy=remedy)
         return self.exchange.whole(name, lambda given: function(given, self), values)
 
     def ravel(self, params: Mapping[str, Tensor]) -> Tensor:

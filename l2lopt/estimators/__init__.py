@@ -20,8 +20,8 @@ ESTIMATORS: Mapping[str, Callable[..., MetaGradientEstimator]] = {
 
 
 def make(name: str, **options: Any) -> MetaGradientEstimator:
-    """The unroll called `name`; an unknown name or option is a `UserError` that lists the known ones."""
-    estimator: MetaGradientEstimator = registry.make(ESTIMATORS, "unroll", name, **options)
+    """The estimator called `name`; an unknown name or option is a `UserError` that lists the known ones."""
+    estimator: MetaGradientEstimator = registry.make(ESTIMATORS, "estimator", name, **options)
     return estimator
 
 

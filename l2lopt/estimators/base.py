@@ -1,4 +1,4 @@
-"""The contract of an unroll: a way to get a meta-gradient. It knows neither cells nor problems; it gets functions."""
+"""The contract of an estimator of meta-gradients. It knows neither cells nor problems; it gets functions."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ EstimatorState: TypeAlias = Any
 
 @dataclass(frozen=True)
 class MetaGradient:
-    """What an unroll gives.
+    """What an estimator gives.
 
     Attributes:
         value: the meta-loss of these steps, Σ over steps and targets, mean over rows.

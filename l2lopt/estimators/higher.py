@@ -59,10 +59,10 @@ class Higher(MetaGradientEstimator):
         remedy = "use the estimator 'backprop' with order = 2"
         if not isinstance(loss, ModuleLoss):
             found = f"{type(loss).__name__}: higher patches modules only"
-            raise UserError("unroll 'higher': loss", expected="a ModuleLoss", found=found, remedy=remedy)
+            raise UserError("estimator 'higher': loss", expected="a ModuleLoss", found=found, remedy=remedy)
         if carry.params.dim() != 1:
             found = f"{list(carry.params.shape)}: a patched module holds the weights of one run"
-            raise UserError("unroll 'higher': parameters", expected="a single run, [n]", found=found, remedy=remedy)
+            raise UserError("estimator 'higher': parameters", expected="a single run, [n]", found=found, remedy=remedy)
         return self._backprop(update, _patched(loss), phi, carry, steps, state)
 
 

@@ -85,7 +85,7 @@ def build(config: Config, given: Sequence[Optimisee] = ()) -> Experiment:
         for made, choice in zip(from_python.matched(given, choices, place), choices, strict=True)
     ]
     optimiser = optimisers.build(config.optimiser, optimisers.LEARNED, seed=seed_of("optimiser", config.seed))
-    estimator = registry.build(estimators.ESTIMATORS, "unroll", config.unroll.estimator)
+    estimator = registry.build(estimators.ESTIMATORS, "estimator", config.unroll.estimator)
     config.evaluation.checked_horizons()
     for baseline in config.evaluation.baselines:
         baseline.build(baseline.rates[0], config.evaluation.steps)

@@ -55,7 +55,7 @@ def fuse(optimiser: Optimiser, backend: str = "auto") -> Optimiser:
 
 
 def block_update(optimiser: Optimiser, backend: str = "auto") -> Update:
-    """What an unroll is given of an optimiser: its update, with a fast step and a fast way back where there are any.
+    """The update of an optimiser as an estimator takes it, with a fused step and a replay by hand where there are any.
 
     Args:
         optimiser: the reference.

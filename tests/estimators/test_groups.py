@@ -106,6 +106,14 @@ def test_groups_are_those_of_the_matrix_view():
         )
 
 
+def test_a_slice_cannot_compute_what_whole_tensors_are_needed_for():
+    part, values = Layout(("a",), ((2, 3),)).slice(1, 4), normal(3)
+    with pytest.raises(UserError, match="orthogonalised: expected whole tensors, found a slice of the coordinates"):
+        part.whole("orthogonalised", lambda values, layout: values, values)
+    with pytest.raises(UserError, match="tensors: sums: expected the whole vector, found a slice of it"):
+        part.tensors.mean("any", values)
+
+
 def _with(rule):
     """The usual run under another rule."""
     task = problem(length=4)

@@ -76,7 +76,7 @@ MISTAKES = [
     ("unroll.length=[5, 2, 3]", r"unroll\.length: expected .* at most 2 items"),
     ("unroll.targets={next=0.0}", r"unroll\.targets: expected at least one weight above 0"),
     ("unroll.targets.next=-1.0", r"unroll\.targets\.next: expected greater than or equal to 0"),
-    ("unroll.estimator.order=3", r"unroll 'backprop': order: expected 1 or 2, found 3"),
+    ("unroll.estimator.order=3", r"estimator 'backprop': order: expected 1 or 2, found 3"),
     ("unroll.estimator=tapped", r"unroll: expected a known name, found 'tapped'; did you mean 'taped'\?"),
     ("meta.updates=1.5", r"meta\.updates: expected a valid integer"),
     ("meta.updates=true", r"meta\.updates: expected a valid integer"),
@@ -166,5 +166,5 @@ def test_every_shipped_config_is_sound(path):
     assert configs.load(tomllib.loads(configs.dump(config)), kind=kind) == config
     if kind is Config:
         optimisers.build(config.optimiser, optimisers.LEARNED)
-        registry.build(estimators.ESTIMATORS, "unroll", config.unroll.estimator)
+        registry.build(estimators.ESTIMATORS, "estimator", config.unroll.estimator)
         assert config.evaluation.checked_horizons()
