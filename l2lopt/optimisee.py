@@ -149,7 +149,7 @@ class Optimisee(ABC):
         """The step at which pass `number` = 0, 1, … over the split begins.
 
         Raises:
-            UserError: if there are no such passes, as by default.
+            UserError: If there are no such passes, as by default.
         """
         found, remedy = "one that has none", "give the number of steps"
         raise UserError("epochs", expected="an optimisee with epochs", found=found, remedy=remedy)
@@ -182,7 +182,7 @@ class Optimisee(ABC):
         It needs neither the data nor an instance, so that figures can be drawn anew anywhere. None by default.
 
         Raises:
-            UserError: for a damaged file.
+            UserError: For a damaged file.
         """
         return []
 
@@ -193,7 +193,7 @@ class Optimisee(ABC):
         It needs no data: the class builds what it samples from out of the run. `sample_kind` says which kind it gives.
 
         Raises:
-            UserError: for a request that cannot be met; always, by default.
+            UserError: For a request that cannot be met; always, by default.
         """
         remedy = "sample a trained language model or image model"
         raise UserError(str(run.folder), expected="a model that can be sampled", found=cls.__name__, remedy=remedy)

@@ -49,7 +49,7 @@ def build(choice: Choice, **extra: Any) -> Optimisee:
         extra: Options that the choice must leave to the caller, such as the device.
 
     Raises:
-        UserError: for a mistake in the choice, and for a function that gives something else.
+        UserError: For a mistake in the choice, and for a function that gives something else.
     """
     optimisee = registry.build(OPTIMISEES, "optimisee", choice, **extra)
     if not isinstance(optimisee, Optimisee):

@@ -31,11 +31,11 @@ class ModuleOptimisee(Optimisee):
     Args:
         factory: Function that makes a freshly initialised model, drawing from PyTorch's global generator.
         criterion: (outputs, targets) → mean loss.
-        data: training and test samples.
-        batch_size: samples a step, drawn without replacement within an epoch; an incomplete last batch is dropped.
-        heldout: the share of training samples that each seed holds out of the split `inner`.
+        data: Training and test samples.
+        batch_size: Samples a step, drawn without replacement within an epoch; an incomplete last batch is dropped.
+        heldout: The share of training samples that each seed holds out of the split `inner`.
         device: Device of data and parameters.
-        evaluation_size: samples evaluated at once.
+        evaluation_size: Samples evaluated at once.
         metrics: name → (outputs, targets) → mean over samples, in test mode.
         augment: (inputs, generator) → inputs, of training batches; None leaves them as they are.
         evaluation_samples: Number of a split's samples in an evaluation, always the same ones of `train` and `test`;
@@ -182,8 +182,8 @@ class GivenMask(nn.Module):
     """Dropout whose mask comes from outside, as the buffer `mask`: 0 where dropped, 1 / (1 − p) where kept.
 
     Args:
-        p: the share dropped.
-        spatial: the mask has size 1 in the last `spatial` axes: whole channels are dropped.
+        p: The share dropped.
+        spatial: The mask has size 1 in the last `spatial` axes: whole channels are dropped.
     """
 
     mask: Tensor

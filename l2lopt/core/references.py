@@ -104,7 +104,7 @@ class References(Settings):
         """Refuses, before any work, optimisees (by the label of their run) that cannot be compared.
 
         Raises:
-            UserError: never, by default.
+            UserError: Never, by default.
         """
 
     def beside_each(self, label: str) -> Sequence[Reference]:

@@ -46,7 +46,7 @@ def make(table: Table, kind: str, name: str, /, **options: Any) -> Any:
         options: Keyword arguments of the entry.
 
     Raises:
-        UserError: for an unknown name or option, a missing one, or one of the wrong type.
+        UserError: For an unknown name or option, a missing one, or one of the wrong type.
 
     Example:
         >>> from l2lopt.core import registry
@@ -71,7 +71,7 @@ def find(table: Table, kind: str, name: str) -> Callable[..., Any]:
         name: Name of the entry, or "module:attribute", where the attribute may be dotted.
 
     Raises:
-        UserError: for an unknown name, a module that cannot be imported, a missing attribute, or one that cannot be
+        UserError: For an unknown name, a module that cannot be imported, a missing attribute, or one that cannot be
             called.
     """
     if name in table:

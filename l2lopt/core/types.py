@@ -37,8 +37,8 @@ class Carry(NamedTuple):
 
     Attributes:
         params: θ as a flat vector [*batch, n].
-        aux: the loss's own state.
-        state: the optimiser's.
+        aux: The loss's own state.
+        state: The optimiser's.
     """
 
     params: Tensor
@@ -103,7 +103,7 @@ class ModuleLoss:
     """A flat loss that knows its module, for those who compute it in their own way.
 
     Attributes:
-        flat: the loss itself; calling this object calls it.
+        flat: The loss itself; calling this object calls it.
         layout: Layout of θ.
         parts: Module, criterion and the split of a batch.
     """

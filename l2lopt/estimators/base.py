@@ -20,11 +20,11 @@ class MetaGradient:
     """What an estimator gives.
 
     Attributes:
-        value: the meta-loss of these steps, Σ over steps and targets, mean over rows.
+        value: The meta-loss of these steps, Σ over steps and targets, mean over rows.
         gradient: dvalue/dφ, like φ.
         carry: State of the run after the last step, cut from the graph.
-        losses: the inner steps' training losses, [T, *batch].
-        finite: value, gradient and parameters are all finite.
+        losses: The inner steps' training losses, [T, *batch].
+        finite: Value, gradient and parameters are all finite.
         state: Estimator state for the next call.
     """
 
@@ -49,7 +49,7 @@ class MetaGradientEstimator(ABC):
 
         Args:
             carry: State of the run before its first step.
-            phi: the meta-parameters.
+            phi: The meta-parameters.
             seed: Seed of all random numbers that the estimator draws for this run.
         """
 
@@ -68,9 +68,9 @@ class MetaGradientEstimator(ABC):
         Args:
             update: (φ, gradient, state, θ, loss) → (update, state).
             loss: (θ, aux, batch) → (loss [*batch], aux).
-            phi: the meta-parameters.
+            phi: The meta-parameters.
             carry: State of the run before these steps; a constant.
-            steps: one for each inner step; read once, in order.
+            steps: One for each inner step; read once, in order.
             state: Estimator state from `init` or the last call.
         """
 
@@ -88,6 +88,6 @@ class MetaGradientEstimator(ABC):
             length: The number of steps of the call.
 
         Raises:
-            UserError: if the memory is not there.
+            UserError: If the memory is not there.
         """
         return None

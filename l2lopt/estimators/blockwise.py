@@ -73,11 +73,11 @@ class Blockwise(MetaGradientEstimator):
         window: K, the steps of a window; None for the whole call.
         objective: "loss" or "log-loss".
         share: Share of the coordinates that is replayed, in (0, 1].
-        record: numbers of the record: "full", the gradient's own, or "bfloat16". The optimiser sees them as stored.
-        block: coordinates replayed at once, at most: fewer in windows of more than some hundred steps, so that what a
+        record: Numbers of the record: "full", the gradient's own, or "bfloat16". The optimiser sees them as stored.
+        block: Coordinates replayed at once, at most: fewer in windows of more than some hundred steps, so that what a
             block's replay keeps stays at some hundred megabytes. An update that says how many it takes (on a GPU) is
             given so many.
-        spill: a folder for the record, as memory-mapped files; none: in memory.
+        spill: A folder for the record, as memory-mapped files; none: in memory.
     """
 
     old_options: ClassVar[dict[str, str]] = {"truncation": "window"}
@@ -173,13 +173,13 @@ class Blockwise(MetaGradientEstimator):
         Args:
             update: Update of the optimiser.
             loss: Loss of the optimisee.
-            phi: the meta-parameters.
+            phi: The meta-parameters.
             carry: State of the run before the call.
-            steps: the first two are looked at.
+            steps: The first two are looked at.
             length: Number of steps of the call.
 
         Raises:
-            UserError: where its memory is not there; see `Plan.check`.
+            UserError: Where its memory is not there; see `Plan.check`.
         """
         phi, carry, way = detach(phi), detach(carry), _way(update)
         size, numbers = carry.params.shape[-1], carry.params.numel()

@@ -27,8 +27,8 @@ class Plan:
         state: θ and the optimiser's state, with the copies that are made, and the larger of what the replay of a block
             and what one gradient keeps.
         available: Bytes that are free now.
-        spilt: the vectors lie in files, and count for nothing.
-        seconds: the whole call, estimated from one gradient, one step and one replay of a block; with the disk apart.
+        spilt: The vectors lie in files, and count for nothing.
+        seconds: The whole call, estimated from one gradient, one step and one replay of a block; with the disk apart.
     """
 
     window: int

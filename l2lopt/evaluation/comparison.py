@@ -160,7 +160,7 @@ def evaluate(
         report: Progress.
 
     Raises:
-        UserError: for two optimisers of one name, a horizon beyond the end, or a baseline that does not take the
+        UserError: For two optimisers of one name, a horizon beyond the end, or a baseline that does not take the
             parameters.
     """
     horizons = settings.checked_horizons()

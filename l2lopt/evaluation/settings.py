@@ -53,7 +53,7 @@ class Baseline(Settings):
             of one for each.
 
         Raises:
-            UserError: for an unknown name or option.
+            UserError: For an unknown name or option.
         """
         ends = {"warm_up": horizon // 20, "total": horizon} if self.schedule == "cosine" else {}
         if is_torch_class(self.optimiser):
@@ -72,7 +72,7 @@ class Baseline(Settings):
             optimisee: Problem.
 
         Raises:
-            UserError: for an unknown name or option, or parameters that the class refuses.
+            UserError: For an unknown name or option, or parameters that the class refuses.
         """
         built = self.build(self.rates[0], 1)
         if not isinstance(built, Optimiser | list):
@@ -152,7 +152,7 @@ class EvaluationSettings(Settings):
         """The horizons, rising, the last one the end of the run.
 
         Raises:
-            UserError: for a horizon beyond the end.
+            UserError: For a horizon beyond the end.
         """
         if max(self.horizons, default=0) > self.steps:
             found, remedy = f"{max(self.horizons)}", "lower the horizon or raise evaluation.steps"

@@ -57,7 +57,7 @@ class TorchClass:
         """The optimisers of these parameters.
 
         Raises:
-            UserError: for options or parameters that the class refuses.
+            UserError: For options or parameters that the class refuses.
         """
         mine = [(name, value) for name, value in params if not self._goes_to_rest(name, value)]
         others = [(name, value) for name, value in params if self._goes_to_rest(name, value)]
@@ -99,7 +99,7 @@ def is_torch_class(choice: Choice) -> bool:
     """Whether a choice names a class of `torch.optim.Optimizer`, as "module:Class" or "torch.optim.Class".
 
     Raises:
-        UserError: for a module that cannot be imported, or a name that is not in it.
+        UserError: For a module that cannot be imported, or a name that is not in it.
     """
     name = choice if isinstance(choice, str) else choice.get("name")
     if not isinstance(name, str) or not (":" in name or name.startswith("torch.optim.")):
@@ -123,7 +123,7 @@ def torch_class(choice: Choice) -> TorchClass:
             looked up in `torch.optim`, whatever its case), and `rest_names`: parts of the names of further ones.
 
     Raises:
-        UserError: for a module that cannot be imported, a name that is no optimiser there, or an unknown option.
+        UserError: For a module that cannot be imported, a name that is no optimiser there, or an unknown option.
     """
     options: dict[str, Any] = {"name": choice} if isinstance(choice, str) else dict(choice)
     name = str(options.pop("name", None))

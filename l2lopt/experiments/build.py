@@ -76,7 +76,7 @@ def build(config: Config, given: Sequence[Optimisee] = ()) -> Experiment:
     """The objects a config describes; `given` are those that its tables with name = "python" stand for.
 
     Raises:
-        UserError: for an unknown name or option, a device that is not there, or optimisees that are not the config's.
+        UserError: For an unknown name or option, a device that is not there, or optimisees that are not the config's.
     """
     place = device(config.device)
     choices = [config.optimisee, *config.mixed_with]
@@ -96,7 +96,7 @@ def match_dtype(optimiser: Optimiser, problems: Sequence[Optimisee]) -> Optimise
     """An optimiser in the dtype of these problems' parameters.
 
     Raises:
-        UserError: for problems of several dtypes, or without parameters.
+        UserError: For problems of several dtypes, or without parameters.
     """
     dtypes = {value.dtype for problem in problems for value in problem.init(0)[0].values()}
     if len(dtypes) != 1:
@@ -113,7 +113,7 @@ def build_training(
     """The objects a config of training describes; a table with name = "python" stands for the one given.
 
     Raises:
-        UserError: for an unknown name or option, one that the parameters do not allow, or a device that is not there.
+        UserError: For an unknown name or option, one that the parameters do not allow, or a device that is not there.
     """
     place = device(config.device)
     (made,) = from_python.matched(given, [config.optimisee], place)
@@ -145,7 +145,7 @@ def device(name: str) -> torch.device:
     """The device called `name`; where `torchrun` starts several processes on a machine, "cuda" is each one's own.
 
     Raises:
-        UserError: where it is not there.
+        UserError: Where it is not there.
     """
     try:
         found = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if name == "cuda" else name)

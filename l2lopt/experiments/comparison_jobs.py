@@ -221,7 +221,7 @@ def required_run(location: StudyLocation, job: Job) -> OptimiserRun:
     """The job's free run, which must be there.
 
     Raises:
-        UserError: where it is not.
+        UserError: Where it is not.
     """
     run = cached_run(location, job)
     if run is None:

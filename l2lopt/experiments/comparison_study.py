@@ -60,7 +60,7 @@ def load(source: str | Path) -> Study | TrainingStudy:
     """A study from a TOML file, or from the name of a shipped one.
 
     Raises:
-        UserError: for a missing file, one that is not TOML, or a mistake in it.
+        UserError: For a missing file, one that is not TOML, or a mistake in it.
     """
     path = existing(study_path(source), "a study's file", f"give its path, or one of {', '.join(shipped_studies())}")
     try:
@@ -102,7 +102,7 @@ def reproduce(
         `table.md`, `table.json`, and a figure for each problem.
 
     Raises:
-        UserError: for a mistake in the study or one of its configs.
+        UserError: For a mistake in the study or one of its configs.
     """
     study, path = load(source), study_path(source)
     if isinstance(study, TrainingStudy):

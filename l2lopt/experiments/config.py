@@ -110,7 +110,7 @@ def load(
         kind: Class of the config: `Config` or `TrainConfig`.
 
     Raises:
-        UserError: for a missing file, one that is not TOML, an unknown key or a value of the wrong type.
+        UserError: For a missing file, one that is not TOML, an unknown key or a value of the wrong type.
     """
     where, data = _read(source)
     for change in changes:

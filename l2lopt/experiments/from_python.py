@@ -58,7 +58,7 @@ def source(
         is_trained: Whether the run trains the optimiser: it then begins with initial values, and cannot be an object.
 
     Raises:
-        UserError: for an optimiser beside a config, which names its own; for what is no optimisee.
+        UserError: For an optimiser beside a config, which names its own; for what is no optimisee.
     """
     if isinstance(given, str | Path | Mapping | Settings):
         if optimiser is not None:
@@ -86,7 +86,7 @@ def listed(given: Any) -> tuple[Optimisee, ...]:
     """The optimisees of an argument that may be one, several or None.
 
     Raises:
-        UserError: for anything else.
+        UserError: For anything else.
     """
     found = () if given is None else tuple(given) if isinstance(given, list | tuple) else (given,)
     for optimisee in found:
@@ -102,7 +102,7 @@ def matched(objects: Sequence[Optimisee], choices: Sequence[Choice], device: tor
     """For each of a config's choices the object that it stands for; None for one that is a name.
 
     Raises:
-        UserError: if an object is missing, is not the one that the config describes, or is on another device.
+        UserError: If an object is missing, is not the one that the config describes, or is on another device.
     """
     wanted = [choice for choice in choices if _is_object(choice)]
     if len(wanted) != len(objects):
@@ -123,7 +123,7 @@ def matched_optimiser(optimiser: Optimiser | None, choice: Choice) -> Optimiser 
     """The object that a config's optimiser stands for; None if that is a name.
 
     Raises:
-        UserError: if the object is missing, or is not the one that the config describes.
+        UserError: If the object is missing, or is not the one that the config describes.
     """
     if optimiser is not None:
         _compare("optimiser", choice, _describe_optimiser(optimiser), "pass the one that the run was made with")

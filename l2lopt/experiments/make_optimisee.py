@@ -66,7 +66,7 @@ def make_optimisee(
         device: The device of samples and parameters.
 
     Raises:
-        UserError: for samples that are not pairs of tensors, or change each time; for a model that is not made anew or
+        UserError: For samples that are not pairs of tensors, or change each time; for a model that is not made anew or
             draws random numbers in a forward pass; and where a batch does not go through model and loss.
 
     Examples:

@@ -45,7 +45,7 @@ def claim(folder: Path, overwrite: bool, resume: bool, artefacts: Sequence[str] 
         artefacts: Patterns of further files that such a run leaves, beside those of registered optimisees.
 
     Raises:
-        UserError: for a file, a folder that cannot be written in, files that no run has left, and an earlier run where
+        UserError: For a file, a folder that cannot be written in, files that no run has left, and an earlier run where
             neither `overwrite` nor `resume` is given.
     """
     another = "choose another --run"
@@ -87,7 +87,7 @@ def saved(folder: Path, what: str) -> tuple[Choice, SavedRun]:
         what: Noun phrase for what should be there, for the error.
 
     Raises:
-        UserError: for a folder without such a run, or a damaged file.
+        UserError: For a folder without such a run, or a damaged file.
     """
     remedy = "give a folder in which l2lopt train has trained one to the end"
     for name in ("config.toml", "model.safetensors"):
@@ -103,7 +103,7 @@ def meta_training_config(folder: Path, changes: Sequence[str]) -> Config:
     """The config of a run of meta-training, with changes made to it.
 
     Raises:
-        UserError: for a folder without one, or a mistake in the changes.
+        UserError: For a folder without one, or a mistake in the changes.
     """
     path = existing(folder / "config.toml", "a run's config", "give a folder that l2lopt meta-train has left")
     return configs.load(path, changes)
@@ -113,7 +113,7 @@ def evaluation_summary(path: Path) -> Mapping[str, Any]:
     """The "table" and the "horizons" of an `evaluation.json`.
 
     Raises:
-        UserError: for a missing or damaged file.
+        UserError: For a missing or damaged file.
     """
     remedy = "run l2lopt evaluate again"
     existing(path, "an evaluation's summary", remedy)

@@ -70,7 +70,7 @@ def meta_train(
         report: The function that is told the progress.
 
     Raises:
-        UserError: for a mistake in the config, another optimisee than that of the run to go on with, or a folder that
+        UserError: For a mistake in the config, another optimisee than that of the run to go on with, or a folder that
             holds a run already.
 
     Examples:
@@ -142,7 +142,7 @@ def evaluate(
         report: The function that is told the progress.
 
     Raises:
-        UserError: for a folder without a run, damaged weights, an optimisee that is not that of the runs, or runs that
+        UserError: For a folder without a run, damaged weights, an optimisee that is not that of the runs, or runs that
             cannot be compared.
 
     Examples:
@@ -218,7 +218,7 @@ def train(
         report: The function that is told the progress.
 
     Raises:
-        UserError: for a mistake in the config, damaged weights, another optimisee or optimiser than that of the run to
+        UserError: For a mistake in the config, damaged weights, another optimisee or optimiser than that of the run to
             go on with, a folder that holds a run already, or several processes of `torchrun`.
 
     Examples:
@@ -277,7 +277,7 @@ def sample(run: str | Path, prompt: str = "", *, tokens: int = 100, temperature:
         seed: Seed of the draws.
 
     Raises:
-        UserError: for a folder without the run of a language model, and a prompt that is not in the vocabulary.
+        UserError: For a folder without the run of a language model, and a prompt that is not in the vocabulary.
     """
     text = _sample(Path(run), "text", SampleRequest(prompt=prompt, tokens=tokens, temperature=temperature, seed=seed))
     assert isinstance(text, str)
@@ -296,7 +296,7 @@ def paint(run: str | Path, count: int = 8, seed: int = 0) -> list[Path]:
         seed: Seed of the draws.
 
     Raises:
-        UserError: for a folder without the run of a model of images.
+        UserError: For a folder without the run of a model of images.
     """
     above_0("sample", count=count)
     paths = _sample(Path(run), "images", SampleRequest(count=count, seed=seed))
@@ -338,7 +338,7 @@ def plot(*runs: str | Path) -> list[Path]:
     `metrics.jsonl` and the optimisee's figures; see `Optimisee.figures`.
 
     Raises:
-        UserError: for a run without an evaluation, or a damaged one.
+        UserError: For a run without an evaluation, or a damaged one.
     """
     folders = [Path(run) for run in runs]
     paths = []
@@ -368,7 +368,7 @@ def publish(run: str | Path, path: str | Path, **facts: Any) -> Path:
             of problems by their label, lines as in `evaluation.json`.
 
     Raises:
-        UserError: for a folder without a run, or damaged files.
+        UserError: For a folder without a run, or damaged files.
     """
     folder, file = Path(run), Path(run) / "optimiser.safetensors"
     training = weights.header(file)["training"]

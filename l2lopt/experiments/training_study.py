@@ -88,7 +88,7 @@ def parse(data: Mapping[str, Any], where: str) -> TrainingStudy:
         where: Name of the file, for errors.
 
     Raises:
-        UserError: for a missing key or a value of the wrong type.
+        UserError: For a missing key or a value of the wrong type.
     """
     try:
         return TrainingStudy.model_validate(data)
@@ -112,7 +112,7 @@ def reproduce(
         report: Progress.
 
     Raises:
-        UserError: for a mistake in the study or one of its configs, before any work, and for a changed recipe.
+        UserError: For a mistake in the study or one of its configs, before any work, and for a changed recipe.
     """
     references, rows, beside = _prepared(study, Path(source), Path(folder), changes)
     make = partial(_make, references)

@@ -27,12 +27,12 @@ def fuse(optimiser: Optimiser, backend: str = "auto") -> Optimiser:
     """The optimiser in the form that `backend` names, sharing its parameters.
 
     Args:
-        optimiser: the reference.
+        optimiser: The reference.
         backend: "reference" gives it back; "cpu" and "triton" give its twin for the CPU or a GPU; "auto" the twin
             where there is one for the device it is on, and logs each choice once.
 
     Raises:
-        UserError: for an unknown backend, and for "cpu" or "triton" where there is no twin, with the reason.
+        UserError: For an unknown backend, and for "cpu" or "triton" where there is no twin, with the reason.
     """
     if backend not in BACKENDS:
         remedy = did_you_mean(backend, BACKENDS)
@@ -58,7 +58,7 @@ def block_update(optimiser: Optimiser, backend: str = "auto") -> Update:
     """The update of an optimiser as an estimator takes it, with a fused step and a replay by hand where there are any.
 
     Args:
-        optimiser: the reference.
+        optimiser: The reference.
         backend: One of `BACKENDS`, see `fuse`; where only the step has a fused form, autograd goes back.
 
     Raises:

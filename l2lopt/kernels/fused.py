@@ -24,7 +24,7 @@ class FusedOptimiser(Optimiser):
     numbers of another kind than it knows, `update` is the reference's.
 
     Args:
-        reference: the plain optimiser; its parameters are φ.
+        reference: The plain optimiser; its parameters are φ.
     """
 
     def __init__(self, reference: Coordinatewise) -> None:

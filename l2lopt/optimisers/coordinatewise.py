@@ -112,10 +112,10 @@ def coordinatewise(
     """A coordinatewise optimiser from choices by name.
 
     Args:
-        inputs: any of `inputs.INPUTS`.
-        cell: any of `cells.CELLS`.
-        hidden_size: the cell's input and hidden size.
-        rule: any of `rules.RULES`.
+        inputs: Any of `inputs.INPUTS`.
+        cell: Any of `cells.CELLS`.
+        hidden_size: The cell's input and hidden size.
+        rule: Any of `rules.RULES`.
         head_scale: Factor of the head's initial weights.
         seed: Seed of the initial values of φ.
     """

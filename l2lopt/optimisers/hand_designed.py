@@ -84,7 +84,7 @@ class AdamW(Optimiser):
         total: Update at which the cosine reaches 0; None keeps the rate constant after the warm-up.
 
     Raises:
-        UserError: for a value out of its range.
+        UserError: For a value out of its range.
     """
 
     def __init__(

@@ -16,9 +16,9 @@ class StepInputs(NamedTuple):
     """What an input may look at.
 
     Attributes:
-        grads: the gradient, finite, [*batch, n].
+        grads: The gradient, finite, [*batch, n].
         params: θ, [*batch, n].
-        step: the number of this update, counted from 1.
+        step: The number of this update, counted from 1.
         loss: [*batch], or None where the caller has none.
         layout: Layout of the coordinates, for means over groups and functions of whole tensors.
         finite: Whether the gradient is, [*batch, n]; where it is not, `grads` is 0.
@@ -40,8 +40,8 @@ class Input(nn.Module, ABC):
     recorded for backpropagation block by block, and a constant there.
 
     Attributes:
-        size: features per coordinate.
-        memory: the names of the running values [*batch, n] it keeps, zero at first.
+        size: Features per coordinate.
+        memory: The names of the running values [*batch, n] it keeps, zero at first.
     """
 
     size: int
@@ -58,7 +58,7 @@ class LogAndSign(Input):
     |g| ≥ e⁻ᵖ: (log|g| / p, sign g); else (−1, eᵖ g). The second lies in [−1, 1], the first at or above −1.
 
     Args:
-        p: the smallest size told apart is e⁻ᵖ; p > 0.
+        p: The smallest size told apart is e⁻ᵖ; p > 0.
     """
 
     size = 2
@@ -139,7 +139,7 @@ class Loss(Input):
     """The loss, the same for all coordinates of a row, on the scale of `LogAndSign` (Ravi and Larochelle 2017).
 
     Args:
-        p: the smallest loss told apart is e⁻ᵖ; p > 0.
+        p: The smallest loss told apart is e⁻ᵖ; p > 0.
     """
 
     size = 2

@@ -23,7 +23,7 @@ class NormalisedAdam(Optimiser):
 
     Args:
         lr: η > 0, relative to the usual size of initial weights.
-        horizon: steps after which η_t has halved.
+        horizon: Steps after which η_t has halved.
         weight_decay: λ ≥ 0.
         betas: Decay rates of the two running means, each in [0, 1).
         eps: ε > 0.

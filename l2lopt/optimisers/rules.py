@@ -20,12 +20,12 @@ class UpdateRule(nn.Module, ABC):
     """From the outputs of a coordinate's network to its update.
 
     Attributes:
-        outputs: numbers per coordinate it takes from the network.
-        needs: the inputs whose features it looks at besides.
-        memory: the names of the running values [*batch, n] it keeps, zero at first.
-        statistic: whether it takes a root mean square over each tensor's coordinates; where it does not, a coordinate's
+        outputs: Numbers per coordinate it takes from the network.
+        needs: The inputs whose features it looks at besides.
+        memory: The names of the running values [*batch, n] it keeps, zero at first.
+        statistic: Whether it takes a root mean square over each tensor's coordinates; where it does not, a coordinate's
             update is its own affair.
-        by_fan_in: whether the statistic is multiplied by the root of the tensor's fan-in.
+        by_fan_in: Whether the statistic is multiplied by the root of the tensor's fan-in.
     """
 
     outputs: int
@@ -41,10 +41,10 @@ class UpdateRule(nn.Module, ABC):
         """The update [*batch, n] and the memory after it.
 
         Args:
-            outputs: the network's, [outputs, *batch, n].
-            features: each input's by its name, [size, *batch, n].
-            step_inputs: gradient, θ, step and loss.
-            memory: the running values by name.
+            outputs: The network's, [outputs, *batch, n].
+            features: Each input's by its name, [size, *batch, n].
+            step_inputs: Gradient, θ, step and loss.
+            memory: The running values by name.
         """
 
 
@@ -82,9 +82,9 @@ class DirectionAndMagnitude(UpdateRule):
 
     Args:
         step_size: s.
-        horizon: steps after which S_t has halved.
+        horizon: Steps after which S_t has halved.
         weight_decay: λ ≥ 0.
-        nominal: add Adam's direction −m̂/√v̂ to o₀.
+        nominal: Add Adam's direction −m̂/√v̂ to o₀.
         by_fan_in: r = 1/√fan-in.
     """
 
@@ -126,8 +126,8 @@ class Gated(UpdateRule):
     the step before (0 at first), so u = −(1 − f)∘θ − i∘g. 1 − f is computed as σ of the negative: f is near 1.
 
     Args:
-        forget_bias: initial b_f; σ(5)^1000 = 0.001, σ(10)^1000 = 0.956.
-        input_bias: initial b_i; σ(−4) = 0.018 is the first rate.
+        forget_bias: Initial b_f; σ(5)^1000 = 0.001, σ(10)^1000 = 0.956.
+        input_bias: Initial b_i; σ(−4) = 0.018 is the first rate.
     """
 
     outputs = 2

@@ -69,7 +69,7 @@ class Scheduled(Optimiser):
         final: Last value of s, in [0, 1]; above 0 for "exponential".
 
     Raises:
-        UserError: for a value out of its range.
+        UserError: For a value out of its range.
 
     Example:
         >>> from l2lopt.optimisers import SGD
@@ -132,7 +132,7 @@ def check_schedule(where: str, shape: Schedule, warm_up: int, total: int | None,
         final: Last multiplier, in [0, 1]; above 0 for "exponential".
 
     Raises:
-        UserError: for a value out of its range.
+        UserError: For a value out of its range.
     """
     at_least_0(where, warm_up=warm_up)
     if total is not None and total < warm_up:

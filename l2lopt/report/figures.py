@@ -34,7 +34,7 @@ def read(path: Path) -> dict[tuple[str, str, str], Band]:
     """(optimiser, kind, split) → band, from an `evaluation.csv`.
 
     Raises:
-        UserError: for a missing file, other columns, or a line that cannot be read (with its number).
+        UserError: For a missing file, other columns, or a line that cannot be read (with its number).
     """
     existing(path, "an evaluation", "run l2lopt evaluate first")
     losses: dict[tuple[str, str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -65,7 +65,7 @@ def read_training(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     A loss that was not finite is NaN.
 
     Raises:
-        UserError: for a missing file, one without a loss, or a line that cannot be read (with its number).
+        UserError: For a missing file, one without a loss, or a line that cannot be read (with its number).
     """
     existing(path, "a training's records", "run l2lopt train first")
     found: dict[str, list[tuple[int, float]]] = {"train": []}

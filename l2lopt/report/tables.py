@@ -38,7 +38,7 @@ class Table:
         title: Line above the table.
 
     Raises:
-        UserError: for a row with more or fewer cells than there are columns.
+        UserError: For a row with more or fewer cells than there are columns.
 
     Example:
         >>> print(Table(("", "test loss"), (("adam", "**0.12**"), ("sgd", "0.31"))).markdown())

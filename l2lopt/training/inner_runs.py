@@ -201,7 +201,7 @@ class InnerRuns:
         """Logs what the largest meta-gradient so far takes, before it is computed.
 
         Raises:
-            UserError: if the estimator knows that its memory is not there.
+            UserError: If the estimator knows that its memory is not there.
         """
         count = min(self.settings.truncation or run.length, run.length)
         if run.layout.size * count <= self._largest_planned:

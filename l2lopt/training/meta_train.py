@@ -80,7 +80,7 @@ def meta_train(
             the same to the bit.
 
     Raises:
-        UserError: if the estimator knows that the memory of a meta-gradient is not there, or another rank has ended.
+        UserError: If the estimator knows that the memory of a meta-gradient is not there, or another rank has ended.
 
     Examples:
         >>> import optimisees

@@ -30,14 +30,14 @@ def mlp(
     """Pixels → hidden layers → classes, cross-entropy; 1,510 parameters on digits with one hidden layer of 20.
 
     Args:
-        hidden: the hidden layers' sizes.
+        hidden: The hidden layers' sizes.
         activation: Name of the function between the layers.
         dataset: "digits", or images as for `images.load`: "mnist", "cifar10", "svhn", a folder.
-        data: the folder that data sets lie in; by default what L2LOPT_DATA says.
-        download: fetch what is missing.
-        evaluation_samples: evaluate each split on that many of its samples, drawn once and for all; none: on all.
-        batch_size: samples a step; of the digits there are 1,300 to train on.
-        heldout: the share of training samples held out of the inner steps of meta-training.
+        data: The folder that data sets lie in; by default what L2LOPT_DATA says.
+        download: Fetch what is missing.
+        evaluation_samples: Evaluate each split on that many of its samples, drawn once and for all; none: on all.
+        batch_size: Samples a step; of the digits there are 1,300 to train on.
+        heldout: The share of training samples held out of the inner steps of meta-training.
         dtype: Data type of data and parameters.
         device: Device of data and parameters.
     """

@@ -18,8 +18,8 @@ class BasicBlock(nn.Module):
     """ReLU(BN(conv(ReLU(BN(conv(x))))) + x): two 3×3 convolutions; where the shape changes, x goes through a 1×1 one.
 
     Args:
-        inputs: channels that come in.
-        outputs: channels that go out.
+        inputs: Channels that come in.
+        outputs: Channels that go out.
         stride: Stride of the first convolution and of the shortcut.
     """
 
@@ -51,7 +51,7 @@ class ResNet(nn.Module):
         channels: Number of channels of the images.
         classes: Number of classes.
         blocks: Number of blocks in each stage.
-        width: channels of the first stage.
+        width: Channels of the first stage.
     """
 
     def __init__(self, channels: int, classes: int, blocks: Sequence[int], width: int) -> None:
@@ -98,18 +98,18 @@ def resnet(
 
     Args:
         blocks: Number of blocks in each stage, whose channels are `width`, 2 `width`, 4 `width`, …
-        width: channels of the first stage.
+        width: Channels of the first stage.
         dataset: "cifar10", "mnist", "svhn", or a folder of images; see `images.load`, as for the next three.
         size: Side length to which the images of a folder are scaled.
-        data: the folder that data sets lie in; by default what L2LOPT_DATA says.
-        download: fetch what is missing.
-        crop_and_flip: training batches are moved by up to 4 pixels and mirrored at random; held-out ones are not.
-        channels_last: channels lie last in memory, which is faster in most places.
-        autocast: compute in bfloat16 where that is safe; parameters, running statistics and loss stay as they are.
-        evaluation_samples: evaluate each split on that many of its samples, drawn once and for all; none: on all.
-        evaluation_size: samples evaluated at once.
-        batch_size: samples a step.
-        heldout: the share of training samples held out of the inner steps of meta-training.
+        data: The folder that data sets lie in; by default what L2LOPT_DATA says.
+        download: Fetch what is missing.
+        crop_and_flip: Training batches are moved by up to 4 pixels and mirrored at random; held-out ones are not.
+        channels_last: Channels lie last in memory, which is faster in most places.
+        autocast: Compute in bfloat16 where that is safe; parameters, running statistics and loss stay as they are.
+        evaluation_samples: Evaluate each split on that many of its samples, drawn once and for all; none: on all.
+        evaluation_size: Samples evaluated at once.
+        batch_size: Samples a step.
+        heldout: The share of training samples held out of the inner steps of meta-training.
         dtype: Data type of the parameters.
         device: Device of data and parameters.
     """

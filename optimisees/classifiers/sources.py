@@ -17,9 +17,9 @@ class Source(NamedTuple):
 
     Attributes:
         samples: Samples in memory, in their stored form.
-        shape: channels, height and width of a sample.
+        shape: Channels, height and width of a sample.
         classes: Number of classes.
-        wrapped: a model of flat samples in the dtype asked for → one of samples as they are kept.
+        wrapped: A model of flat samples in the dtype asked for → one of samples as they are kept.
         device: Device of data and models.
     """
 
@@ -53,8 +53,8 @@ def source(
     Args:
         dataset: Name of the data set, or path of a folder of images.
         dtype: Data type that models compute in.
-        data: the folder that data sets lie in; by default what L2LOPT_DATA says.
-        download: fetch what is missing.
+        data: The folder that data sets lie in; by default what L2LOPT_DATA says.
+        download: Fetch what is missing.
         device: Device of data and models.
     """
     if dataset == "digits":

@@ -74,7 +74,7 @@ def read(path: str | Path, columns: int | None = None) -> list[list[Row]]:
         columns: Number of columns; by default that of the first line.
 
     Raises:
-        UserError: for a missing or empty file, one that is not UTF-8, and by the number of its line for one with
+        UserError: For a missing or empty file, one that is not UTF-8, and by the number of its line for one with
             another number of columns, another kind of label, or a blank line where a sentence should stand.
     """
     sentences: list[list[Row]] = [[]]
@@ -101,7 +101,7 @@ def by_entity(labels: Sequence[str], true: Classes, found: Classes) -> Scores:
     """Precision, recall and F1 of every type by whole entities, and the F1 of all together (micro F1), by seqeval.
 
     Raises:
-        UserError: without the package seqeval.
+        UserError: Without the package seqeval.
     """
     names = [[[labels[k] for k in sentence] for sentence in part] for part in (true, found)]
     precision_recall_f1: Any = _seqeval().precision_recall_fscore_support

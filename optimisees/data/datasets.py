@@ -34,7 +34,7 @@ def class_count(name: str, samples: InMemory) -> int:
     """How many classes there are.
 
     Raises:
-        UserError: for fewer than two, between which there is nothing to learn.
+        UserError: For fewer than two, between which there is nothing to learn.
     """
     count = int(samples.train_targets.max()) + 1
     if count < 2:
@@ -66,7 +66,7 @@ def data_root(data: str | None = None, holds: str = "the data sets", make: bool 
         make: Whether a missing folder is made, so that files can be fetched into it.
 
     Raises:
-        UserError: where neither names a folder.
+        UserError: Where neither names a folder.
     """
     named = data or os.environ.get("L2LOPT_DATA")
     if named:

@@ -32,7 +32,7 @@ class Windows(NamedTuple):
         signals: [n, 9, 128], float32, the channels in the order of `CHANNELS`.
         labels: [n], from 0.
         subjects: [n], the people's numbers, from 1.
-        activities: the labels' names.
+        activities: The labels' names.
     """
 
     signals: Tensor
@@ -48,7 +48,7 @@ class Windows(NamedTuple):
         """Those of all other subjects, and those of the subjects `left_out`.
 
         Raises:
-            UserError: for a subject without a window, and if nothing is left on one side.
+            UserError: For a subject without a window, and if nothing is left on one side.
         """
         there, wanted = set(self.subjects.tolist()), set(left_out)
         if not wanted or not wanted < there:
@@ -93,7 +93,7 @@ def load(root: str | Path) -> Windows:
     `activity_labels.txt` beside the parts.
 
     Raises:
-        UserError: for a missing file, and for a malformed one, by its name and what is wrong there.
+        UserError: For a missing file, and for a malformed one, by its name and what is wrong there.
     """
     folder = Path(root).expanduser().absolute() / FOLDER
     files = [(str(path), path.stat()) for path in sorted(folder.rglob("*.txt")) if path.is_file()]

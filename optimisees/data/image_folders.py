@@ -130,7 +130,7 @@ def _in_eight_bits(image: Image.Image) -> Image.Image:
     """An image whose grey values Pillow would clip at 255, of 16 bits, as one of 8; others as they are.
 
     Raises:
-        ValueError: for grey values without a known range.
+        ValueError: For grey values without a known range.
     """
     if image.mode.startswith("I;16"):
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))

@@ -19,8 +19,8 @@ class Normalised(nn.Module):
         model: Model of images [batch, channels, height, width] in the dtype of the statistics.
         mean: Mean of each channel, in [0, 255].
         deviation: Standard deviation of each channel.
-        channels_last: the model gets its images with the channels lying last in memory.
-        autocast: the model computes in bfloat16 where that is safe; what it gives is of the dtype of the statistics.
+        channels_last: The model gets its images with the channels lying last in memory.
+        autocast: The model computes in bfloat16 where that is safe; what it gives is of the dtype of the statistics.
     """
 
     def __init__(

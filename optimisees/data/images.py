@@ -32,14 +32,14 @@ def load(
             (ROOT/MNIST/raw/), "svhn" (ROOT/svhn/{train,test}_32x32.mat), or the path of a folder: train/ and test/
             with a folder for each class, or the class folders themselves. Labels follow the classes' names in order.
             Images that lie in no class folder are one class.
-        size: height and width of what comes out of a folder: cut to a square about the middle and scaled. None leaves
+        size: Height and width of what comes out of a folder: cut to a square about the middle and scaled. None leaves
             the images as they are, which must then be of one size.
         data: ROOT; None takes the environment variable L2LOPT_DATA.
-        download: fetch what is missing, through torchvision.
+        download: Fetch what is missing, through torchvision.
         test_share: Share of the samples for testing, drawn once and for all, where a folder has no train/ and test/.
 
     Raises:
-        UserError: for missing data, saying which files go where, and for a damaged file, by its name.
+        UserError: For missing data, saying which files go where, and for a damaged file, by its name.
     """
     if dataset in _SETS:
         if size is not None:

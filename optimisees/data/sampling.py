@@ -16,13 +16,13 @@ class Sampling:
     Args:
         train: Number of training samples.
         test: Number of test samples.
-        batch_size: samples a step.
-        heldout: the share of training samples that each seed holds out of the split `inner`.
+        batch_size: Samples a step.
+        heldout: The share of training samples that each seed holds out of the split `inner`.
         evaluation_samples: Number of a split's samples in an evaluation, of `train` and `test` always the same;
             None: all.
 
     Raises:
-        UserError: for values out of range.
+        UserError: For values out of range.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ class Vocabulary(NamedTuple):
     """The tokens of a text, each known by its place.
 
     Attributes:
-        tokens: all different.
+        tokens: All different.
         unit: Kind of a token other than `<eos>`.
     """
 
@@ -41,7 +41,7 @@ class Vocabulary(NamedTuple):
         """The tokens' places, [T] of int64.
 
         Raises:
-            UserError: for a token that is not in the vocabulary.
+            UserError: For a token that is not in the vocabulary.
         """
         places = {token: place for place, token in enumerate(self.tokens)}
         for token in tokens:
@@ -111,7 +111,7 @@ def files(train: str, valid: str, test: str, unit: Unit = "word") -> Corpus:
         unit: Whether a token is a word (what white space separates) or a character.
 
     Raises:
-        UserError: for a file that is missing, empty, not UTF-8, or without any token.
+        UserError: For a file that is missing, empty, not UTF-8, or without any token.
     """
     texts = [_read(Path(path), unit) for path in (train, valid, test)]
     vocabulary = Vocabulary.of(texts, unit)
@@ -126,7 +126,7 @@ def ptb(root: str | None = None, unit: Unit = "word") -> Corpus:
         unit: Kind of a token, see `files`.
 
     Raises:
-        UserError: without a root, and as `files`.
+        UserError: Without a root, and as `files`.
     """
     folder = root or os.environ.get(ROOT)
     if not folder:

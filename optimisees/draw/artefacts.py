@@ -31,7 +31,7 @@ def paint(make: Callable[..., Painter], run: SavedRun, request: SampleRequest) -
         request: Number of images, and the seed of the draws.
 
     Raises:
-        UserError: for no images.
+        UserError: For no images.
     """
     above_0("sample", count=request.count)
     sources = ("dataset", "size", "data", "download", "batch_size")

@@ -57,7 +57,7 @@ def window(numbers: Tensor, size: int, height: int, width: int) -> Window:
         width: A.
 
     Raises:
-        UserError: for an N below 2, of which no stride can be told.
+        UserError: For an N below 2, of which no stride can be told.
     """
     if size < 2:
         raise UserError("attention: size", expected="at least 2", found=str(size), remedy="change the value")

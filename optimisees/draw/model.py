@@ -75,7 +75,7 @@ class Draw(Optimisee):
         device: Device of all tensors.
 
     Raises:
-        UserError: for values out of range, and cells that cannot have these sizes.
+        UserError: For values out of range, and cells that cannot have these sizes.
     """
 
     sample_kind: ClassVar[Literal["text", "images"] | None] = "images"
@@ -201,7 +201,7 @@ class Draw(Optimisee):
             seed: Seed of the noise.
 
         Raises:
-            UserError: for no rounds.
+            UserError: For no rounds.
         """
         above_0("inpaint", rounds=rounds)
         given, known = self._unit(images), known.to(self.device)
@@ -226,7 +226,7 @@ class Draw(Optimisee):
             seed: Seed of the noise.
 
         Raises:
-            UserError: for no draws.
+            UserError: For no draws.
         """
         above_0("importance_weighted", draws=draws)
         weights = []

@@ -34,7 +34,7 @@ def activities(
         root: Folder of the data sets; by default the value of the environment variable `L2LOPT_DATA`.
 
     Raises:
-        UserError: for missing or damaged files, subjects without a window, and if no others are left.
+        UserError: For missing or damaged files, subjects without a window, and if no others are left.
     """
     above_0("har", length=length)
     rest, tested = _windows(data_root(root)).split(test)

@@ -38,7 +38,7 @@ def read_labelled(path: Path) -> Example:
     """The example of a `labels.json`.
 
     Raises:
-        UserError: for a missing or damaged file.
+        UserError: For a missing or damaged file.
     """
     remedy = "train again"
     existing(path, "labels", remedy)

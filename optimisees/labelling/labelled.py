@@ -98,7 +98,7 @@ def by_position(names: Sequence[str], true: Classes, found: Classes) -> Scores:
     A class without any position that is it or is taken for it does not count. A share of nothing is 0.
 
     Raises:
-        UserError: for another number of labels found than true.
+        UserError: For another number of labels found than true.
     """
     if [len(one) for one in true] != [len(one) for one in found]:
         expected, remedy = "a label for every position", "label the same sequences"

@@ -57,7 +57,7 @@ class SequenceLabelling(Optimisee):
         device: Device of all tensors.
 
     Raises:
-        UserError: for values out of range and data that cannot be used.
+        UserError: For values out of range and data that cannot be used.
     """
 
     artefact_files: ClassVar[tuple[str, ...]] = (

@@ -41,7 +41,7 @@ def continued(make: Callable[..., Writer], run: SavedRun, request: SampleRequest
         request: Prompt, number of tokens, temperature, and the seed of the draws.
 
     Raises:
-        UserError: for a missing or damaged vocabulary, and a prompt with tokens that are not in it.
+        UserError: For a missing or damaged vocabulary, and a prompt with tokens that are not in it.
     """
     remedy = "give a folder in which l2lopt train has trained one to the end"
     path = existing(run.folder / VOCABULARY, "a trained language model", remedy)

@@ -87,12 +87,12 @@ class LanguageModel(Optimisee):
         shifted: Whether each seed begins to read at a place of its own in the text, so that short runs see all of it.
         initial: `authors` sets the initial values of the cells' authors, see `cells.init_as_published`.
         evaluation_tokens: Number of tokens of each text to evaluate on, from its start; by default all.
-        backend: the layers' way through time, "auto", "fast" or "loop", see `sequence.Stack`.
+        backend: The layers' way through time, "auto", "fast" or "loop", see `sequence.Stack`.
         dtype: Data type of the parameters.
         device: Device of all tensors. Masks are drawn there: other kinds of devices draw other ones.
 
     Raises:
-        UserError: for values out of range and texts that are too short.
+        UserError: For values out of range and texts that are too short.
     """
 
     sample_kind: ClassVar[Literal["text", "images"] | None] = "text"

@@ -20,10 +20,10 @@ class KneserNey:
     N tokens take O(N · order) memory and sorting. On the Penn Treebank, order 5: 141.2 on the test text.
 
     Args:
-        text: the training tokens [N], numbers below `vocabulary_size`.
+        text: The training tokens [N], numbers below `vocabulary_size`.
         vocabulary_size: V.
-        eos: the token that ends a line.
-        order: the longest n-gram; 1 is a unigram model, whose discounted share goes to all tokens alike.
+        eos: The token that ends a line.
+        order: The longest n-gram; 1 is a unigram model, whose discounted share goes to all tokens alike.
     """
 
     def __init__(self, text: Integers, vocabulary_size: int, eos: int, order: int = 5) -> None:

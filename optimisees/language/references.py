@@ -25,7 +25,7 @@ class NGrams(References):
         """Refuses models of different texts: their perplexities could not be compared.
 
         Raises:
-            UserError: for texts other than the first model's, or another length of the evaluation.
+            UserError: For texts other than the first model's, or another length of the evaluation.
         """
         first = next(iter(optimisees.values()))
         for label, model in optimisees.items():

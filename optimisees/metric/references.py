@@ -38,7 +38,7 @@ class RawSignals(References):
         """Refuses encoders of different test windows, and more neighbours than a query has.
 
         Raises:
-            UserError: for either.
+            UserError: For either.
         """
         for (_, one), (label, other) in pairwise(optimisees.items()):
             if not torch.equal(one.inputs("test"), other.inputs("test")):
@@ -68,7 +68,7 @@ class RawSignals(References):
         """The "retrieval" by the distances between the test windows, and their A(k), the "curve".
 
         Raises:
-            UserError: for distances that are not finite.
+            UserError: For distances that are not finite.
         """
         distances = self._distances(optimisee, run, report)
         if not distances.isfinite().all():

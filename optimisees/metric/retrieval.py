@@ -38,10 +38,10 @@ def retrieval(distances: Tensor, labels: Tensor, subjects: Tensor, ks: tuple[int
         distances: [n, n], from rows to columns.
         labels: [n].
         subjects: [n]; a query's own subject is left out.
-        ks: numbers of neighbours.
+        ks: Numbers of neighbours.
 
     Raises:
-        UserError: for one subject alone, or more neighbours than other subjects have windows.
+        UserError: For one subject alone, or more neighbours than other subjects have windows.
     """
     d, y = distances.double().cpu().numpy(), labels.cpu().numpy()
     hits, right = {k: 0 for k in ks}, {k: 0 for k in ks}

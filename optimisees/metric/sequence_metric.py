@@ -57,7 +57,7 @@ class SequenceMetric(Optimisee):
         device: Device of all tensors.
 
     Raises:
-        UserError: for values out of range, missing or malformed data, and a split without an activity.
+        UserError: For values out of range, missing or malformed data, and a split without an activity.
     """
 
     artefact_files: ClassVar[tuple[str, ...]] = FILES
@@ -150,7 +150,7 @@ class SequenceMetric(Optimisee):
         """A split's windows, standardised.
 
         Raises:
-            UserError: for `heldout` where no subjects are held out.
+            UserError: For `heldout` where no subjects are held out.
         """
         if split not in self._windows:
             where, remedy = "sequence-metric: heldout_subjects", "name some of the training subjects"
@@ -166,7 +166,7 @@ class SequenceMetric(Optimisee):
         """Each window's last hidden state, [n, 9, T] → [n, M]; of the siamese encoder alone.
 
         Raises:
-            UserError: for the coupled one.
+            UserError: For the coupled one.
         """
         if self.encoder != "siamese":
             found, remedy = f"the {self.encoder} one", "ask for distances: its outputs exist only for pairs"
@@ -201,7 +201,7 @@ class SequenceMetric(Optimisee):
         Args:
             params: Parameters of the encoder.
             inputs: [n, 9, T].
-            report: progress in pairs, or in windows.
+            report: Progress in pairs, or in windows.
             size: Number of windows in a batch.
         """
         n, done = len(inputs), 0

@@ -36,11 +36,11 @@ class StructuralLoss:
         spread_negative: m₋, that of distances between classes.
         momentum: γ in [0, 1].
         beta: "corrected" as above, or "printed", exp(d_ij) − τ_c, which can be negative (and so can the loss).
-        through_beta: whether gradients pass through d_ij in β.
-        through_threshold: whether they pass through τ.
+        through_beta: Whether gradients pass through d_ij in β.
+        through_threshold: Whether they pass through τ.
 
     Raises:
-        UserError: for values out of range.
+        UserError: For values out of range.
     """
 
     margin: float = 1.0
@@ -74,8 +74,8 @@ class StructuralLoss:
         Args:
             distances: d [n, n]; the diagonal is not looked at.
             labels: [n].
-            aux: the state before.
-            moving: whether the batch's mean goes into μ, as in training; else μ is the one before, where there is one.
+            aux: The state before.
+            moving: Whether the batch's mean goes into μ, as in training; else μ is the one before, where there is one.
         """
         same = labels[:, None] == labels
         positive = same & ~torch.eye(len(labels), dtype=torch.bool, device=labels.device)

@@ -17,11 +17,11 @@ class Block(NamedTuple):
     """B neighbours in the flat vector of all rows' coordinates.
 
     Attributes:
-        start: the first one's place in it.
+        start: The first one's place in it.
         grads: [B], finite.
         params: θ, [B].
-        before: the state by name, [B] or [M, B].
-        after: the same after the step; the same memory where the state may be overwritten.
+        before: The state by name, [B] or [M, B].
+        after: The same after the step; the same memory where the state may be overwritten.
         update: [B].
     """
 
@@ -61,7 +61,7 @@ class Segments:
     """The flat vector cut into runs that follow one another, such as rows, or the tensors of each row.
 
     Args:
-        sizes: coordinates per segment.
+        sizes: Coordinates per segment.
     """
 
     def __init__(self, sizes: Iterable[int]) -> None:

@@ -160,8 +160,8 @@ class CellKernel(ABC):
         Args:
             z: Features, h and a row of ones, [F + M + 1, B].
             c: [M, B].
-            c_next: c', [M, B]; the same memory as c where nothing is recorded.
-            h_next: h', [M, B].
+            c_next: C', [M, B]; the same memory as c where nothing is recorded.
+            h_next: H', [M, B].
             buffers: Memory that is overwritten.
             record: Memory for the derivatives, or None.
         """

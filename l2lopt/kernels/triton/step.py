@@ -34,8 +34,8 @@ class Chunks(NamedTuple):
     Attributes:
         starts: [chunks].
         sizes: [chunks].
-        tensors: the number of the tensor that each lies in.
-        counts: chunks per tensor.
+        tensors: The number of the tensor that each lies in.
+        counts: Chunks per tensor.
     """
 
     starts: Tensor
@@ -65,7 +65,7 @@ class Triton(FusedOptimiser):
     rule with a statistic reads and writes five numbers more.
 
     Args:
-        reference: the plain optimiser, one that `refusal` lets pass; its parameters are φ.
+        reference: The plain optimiser, one that `refusal` lets pass; its parameters are φ.
     """
 
     accepts_low_precision_state = True
