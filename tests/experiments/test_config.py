@@ -77,7 +77,7 @@ MISTAKES = [
     ("unroll.targets={next=0.0}", r"unroll\.targets: expected at least one weight above 0"),
     ("unroll.targets.next=-1.0", r"unroll\.targets\.next: expected greater than or equal to 0"),
     ("unroll.estimator.order=3", r"estimator 'backprop': order: expected 1 or 2, found 3"),
-    ("unroll.estimator=tapped", r"unroll: expected a known name, found 'tapped'; did you mean 'taped'\?"),
+    ("unroll.estimator=tapped", r"estimator: expected a known name, found 'tapped'; did you mean 'taped'\?"),
     ("meta.updates=1.5", r"meta\.updates: expected a valid integer"),
     ("meta.updates=true", r"meta\.updates: expected a valid integer"),
     ("meta=3", r"meta: expected a .*, found 3"),
