@@ -25,7 +25,6 @@ from l2lopt.experiments.comparison_jobs import Job, Study, StudyLocation
 from l2lopt.experiments.training_study import TrainingStudy
 from l2lopt.parallel import processes
 from l2lopt.parallel.jobs import make_all, slug
-from l2lopt.report import figures
 from l2lopt.storage.run_log import existing, write_json, write_text
 
 
@@ -167,12 +166,7 @@ def _summary(location: StudyLocation) -> list[Path]:
     for label, (result, _) in compared.items():
         home = folder / slug(label)
         run_folder.write_evaluation(home, result)
-        paths += figures.loss_curves(
-            figures.read(home / "evaluation.csv"),
-            home / "figures",
-            title=label,
-            breaks=sorted({row.horizon for row in result.table}),
-        )
+        paths += run_folder.draw_evaluation(home, label)
     return paths
 
 
