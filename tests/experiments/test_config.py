@@ -168,3 +168,11 @@ def test_every_shipped_config_is_sound(path):
         optimisers.build(config.optimiser, optimisers.LEARNED)
         registry.build(estimators.UNROLLS, "unroll", config.unroll.estimator)
         assert config.evaluation.checked_horizons()
+
+
+def test_a_file_is_found_by_its_path_or_its_shipped_name(tmp_path):
+    (tmp_path / "mine.toml").touch()
+    assert configs.find(tmp_path / "mine.toml", "studies", "a study") == tmp_path / "mine.toml"
+    assert configs.find("fig3", "studies", "a study") == configs.shipped("studies") / "fig3.toml"
+    with pytest.raises(UserError, match=r"fig4: expected a study, found nothing; give its path, or one of .*fig3"):
+        configs.find("fig4", "studies", "a study")
