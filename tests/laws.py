@@ -183,12 +183,18 @@ def assert_batch_rows_are_separate_runs(optimiser: Any) -> None:
 
 
 def assert_permutes_with_its_coordinates(optimiser: Any) -> None:
-    """Permuted coordinates get permuted updates: any, if it is coordinatewise; else those of one tensor."""
-    across = torch.tensor([5, 2, 6, 0, 4, 1, 3])
-    within = torch.tensor([2, 0, 3, 1, 6, 4, 5])
-    order = across if (optimiser.coordinatewise and not optimiser.groupings) else within
-    gradients, params = normal(4, 7), normal(7, seed=1)
-    state = optimiser.init(LAYOUT, like=params)
+    """Permuted coordinates get permuted updates.
+
+    Any permutation, where coordinates meet nowhere; those within a tensor, where they meet in its means; those of a
+    matrix's rows and of its columns, where they meet in rows, columns or functions of whole tensors.
+    """
+    gradients, params, recorder = normal(4, 7), normal(7, seed=1), Recorder(LAYOUT.exchange)
+    state, meeting = optimiser.init(LAYOUT, like=params), recorder.begin()
+    optimiser.update(gradients[0], state._replace(layout=LAYOUT.meeting(recorder)), params, loss=loss_at(params))
+    across, within, lines = [5, 2, 6, 0, 4, 1, 3], [2, 0, 3, 1, 6, 4, 5], [3, 2, 1, 0, 6, 4, 5]
+    meets = optimiser.groupings or not optimiser.coordinatewise
+    in_lines = meeting.wholes or {"rows", "columns"} & {*optimiser.groupings}
+    order = torch.tensor(lines if in_lines else within if meets else across)
     plain = roll(optimiser.update, state, gradients, params)[0]
     permuted = roll(optimiser.update, state, gradients[:, order], params[order])[0]
     assert_close(permuted, [u[order] for u in plain])

@@ -77,7 +77,9 @@ def published_table(label: str, lines: Sequence[Mapping[str, Any]]) -> Table:
         lines: Lines of the comparison, as in `evaluation.json`.
     """
     places = list(dict.fromkeys((line["split"], line["horizon"]) for line in lines))
-    means = {(line["optimiser"], line["split"], line["horizon"]): f"{line['mean']:.3g}" for line in lines}
+    # JSON has no number for the mean of runs that diverged: the file has null.
+    found = {(line["optimiser"], line["split"], line["horizon"]): line["mean"] for line in lines}
+    means = {place: "inf" if mean is None else f"{mean:.3g}" for place, mean in found.items()}
     names = dict.fromkeys(line["optimiser"] for line in lines)
     rows = tuple((name, *(means.get((name, *place), "") for place in places)) for name in names)
     heads = ("optimiser", *(f"{split}, step {horizon}" for split, horizon in places))

@@ -140,6 +140,20 @@ def build_training(
     return Training(config, optimisee, factory)
 
 
+def ready_optimiser(choice: Choice) -> Optimiser:
+    """The optimiser of a choice as it is, with nothing to be meta-trained.
+
+    Args:
+        choice: One of ours with all its options, or a table of `weights`, a name or a file.
+
+    Raises:
+        UserError: for an unknown name or option, or weights that cannot be loaded.
+    """
+    if isinstance(choice, dict) and "weights" in choice:
+        return files.load(choice["weights"])
+    return optimisers.build(choice)
+
+
 @cache
 def device(name: str) -> torch.device:
     """The device called `name`; where `torchrun` starts several processes on a machine, "cuda" is each one's own.

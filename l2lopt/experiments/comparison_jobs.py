@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from pydantic import Field, NonNegativeInt, field_validator
 
-from l2lopt import kernels, optimisers
+from l2lopt import kernels
 from l2lopt.core import registry
 from l2lopt.core.errors import UserError
 from l2lopt.core.registry import Choice
@@ -237,10 +237,7 @@ def meta_seeds_of(study: Study, index: int) -> list[int]:
 
 def _fixed_optimiser(contender: Contender) -> Optimiser | None:
     """The optimiser that takes part as it is; None for one that is meta-trained."""
-    choice = contender.optimiser
-    if isinstance(choice, dict) and "weights" in choice:
-        return files.load(choice["weights"])
-    return None if choice is None else optimisers.build(choice)
+    return None if contender.optimiser is None else build.ready_optimiser(contender.optimiser)
 
 
 def remaining_share(job: ResolvedJob) -> float:

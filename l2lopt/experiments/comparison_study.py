@@ -25,8 +25,7 @@ from l2lopt.experiments.comparison_jobs import Job, Study, StudyLocation
 from l2lopt.experiments.training_study import TrainingStudy
 from l2lopt.parallel import processes
 from l2lopt.parallel.jobs import run_jobs, slug
-from l2lopt.report import figures
-from l2lopt.storage.run_log import existing, write_json, write_text
+from l2lopt.storage.run_log import write_json, write_text
 
 
 class JobResult(NamedTuple):
@@ -46,14 +45,13 @@ class JobResult(NamedTuple):
         return [float(run.losses[split][line.horizon].double().mean()) for run in self.runs.get(line.optimiser, [])]
 
 
-def shipped_studies() -> list[str]:
-    """The names of the studies that come with the library."""
-    return sorted(path.stem for path in configs.shipped("studies").glob("*.toml"))
-
-
 def study_path(source: str | Path) -> Path:
-    """The file of a study: `source` itself, or the shipped one of that name."""
-    return configs.shipped("studies") / f"{source}.toml" if str(source) in shipped_studies() else Path(source)
+    """The file of a study: `source` itself, or the shipped one of that name.
+
+    Raises:
+        UserError: for a missing file.
+    """
+    return configs.find(source, "studies", "a study's file")
 
 
 def load(source: str | Path) -> Study | TrainingStudy:
@@ -62,7 +60,7 @@ def load(source: str | Path) -> Study | TrainingStudy:
     Raises:
         UserError: For a missing file, one that is not TOML, or a mistake in it.
     """
-    path = existing(study_path(source), "a study's file", f"give its path, or one of {', '.join(shipped_studies())}")
+    path = study_path(source)
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -167,12 +165,7 @@ def _summary(location: StudyLocation) -> list[Path]:
     for label, (result, _) in compared.items():
         home = folder / slug(label)
         run_folder.write_evaluation(home, result)
-        paths += figures.loss_curves(
-            figures.read(home / "evaluation.csv"),
-            home / "figures",
-            title=label,
-            breaks=sorted({row.horizon for row in result.table}),
-        )
+        paths += run_folder.draw_evaluation(home, label)
     return paths
 
 

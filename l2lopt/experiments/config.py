@@ -132,6 +132,21 @@ def shipped(name: str) -> Path:
     return (inside if inside.is_dir() else Path(__file__).parents[2] / "configs") / name
 
 
+def find(source: str | Path, folder: str, what: str) -> Path:
+    """The file that a user names: `source` itself, or the one of that name in a folder of configs/.
+
+    Args:
+        source: Path, or the name of a shipped file without its ending.
+        folder: Folder in configs/, such as "studies".
+        what: Description of the file for the error, such as "a study's file".
+
+    Raises:
+        UserError: for a missing file, with the names of the shipped ones.
+    """
+    known = {path.stem: path for path in sorted(shipped(folder).glob("*.toml"))}
+    return existing(known.get(str(source), Path(source)), what, f"give its path, or one of {', '.join(known)}")
+
+
 def demo() -> Path:
     """The demo's config."""
     return shipped("demo.toml")

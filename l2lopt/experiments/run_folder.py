@@ -124,6 +124,21 @@ def evaluation_summary(path: Path) -> Mapping[str, Any]:
         raise UserError(str(path), expected="an evaluation's summary", found="damage", remedy=remedy) from None
 
 
+def draw_evaluation(folder: Path, title: str) -> list[Path]:
+    """Draws `figures/loss-curves` from the files of `write_evaluation`, and gives the paths.
+
+    Args:
+        folder: Folder of the evaluation.
+        title: Line above the panels.
+
+    Raises:
+        UserError: for a missing or damaged file.
+    """
+    bands = figures.read(folder / "evaluation.csv")
+    breaks = evaluation_summary(folder / "evaluation.json")["horizons"]
+    return figures.loss_curves(bands, folder / "figures", title=title, breaks=breaks)
+
+
 def write_evaluation(folder: Path, result: Evaluation) -> None:
     """Writes `evaluation.csv` and `evaluation.json` (table, chosen baselines, warnings)."""
     with (

@@ -19,6 +19,7 @@ from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import Config, TrainConfig
 from l2lopt.experiments.run_folder import (
     claim,
+    draw_evaluation,
     evaluation_summary,
     meta_training_config,
     saved,
@@ -349,9 +350,7 @@ def plot(*runs: str | Path) -> list[Path]:
             paths += figures.training_curve(curves, folder / "figures", title=folder.name)
             paths += [] if config is None else from_python.class_of(config.optimisee).figures(folder)
             continue
-        bands = figures.read(folder / "evaluation.csv")
-        breaks = evaluation_summary(folder / "evaluation.json")["horizons"]
-        paths += figures.loss_curves(bands, folder / "figures", title=folder.name, breaks=breaks)
+        paths += draw_evaluation(folder, folder.name)
     return paths
 
 

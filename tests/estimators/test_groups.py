@@ -35,6 +35,11 @@ def test_batch_rows_are_separate_runs(rule):
 
 
 @each_double
+def test_permutes_with_its_coordinates(rule):
+    laws.assert_permutes_with_its_coordinates(DOUBLES[rule]())
+
+
+@each_double
 def test_state_keeps_its_structure(rule):
     laws.assert_state_keeps_its_structure(DOUBLES[rule]())
 

@@ -62,3 +62,5 @@ def test_a_published_comparison():
     assert table.title == "digits: loss, mean nats per sample"
     assert table.columns == ("optimiser", "train, step 1000", "train, step 20")
     assert table.rows == (("mine", "0.123", "1"), ("sgd", "0.3", ""))
+    diverged = published_table("digits", [lines[0] | {"mean": None}])  # as a file has it
+    assert diverged.rows == (("mine", "inf"),)

@@ -12,6 +12,7 @@ from l2lopt.core.errors import UserError
 from l2lopt.experiments import build
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import Config, TrainConfig
+from l2lopt.weights import files
 
 DEMO = configs.demo()
 
@@ -168,3 +169,18 @@ def test_every_shipped_config_is_sound(path):
         optimisers.build(config.optimiser, optimisers.LEARNED)
         registry.build(estimators.ESTIMATORS, "estimator", config.unroll.estimator)
         assert config.evaluation.checked_horizons()
+
+
+def test_a_file_is_found_by_its_path_or_its_shipped_name(tmp_path):
+    (tmp_path / "mine.toml").touch()
+    assert configs.find(tmp_path / "mine.toml", "studies", "a study") == tmp_path / "mine.toml"
+    assert configs.find("fig3", "studies", "a study") == configs.shipped("studies") / "fig3.toml"
+    with pytest.raises(UserError, match=r"fig4: expected a study, found nothing; give its path, or one of .*fig3"):
+        configs.find("fig4", "studies", "a study")
+
+
+def test_an_optimiser_that_is_ready_is_one_of_ours_or_has_weights():
+    assert files.digest(build.ready_optimiser({"weights": "lstm"})) == files.digest(files.load("lstm"))
+    assert build.ready_optimiser({"name": "sgd", "lr": 0.5}).lr == 0.5
+    with pytest.raises(UserError, match="did you mean 'adam'"):
+        build.ready_optimiser("adm")
