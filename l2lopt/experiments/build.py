@@ -147,7 +147,7 @@ def ready_optimiser(choice: Choice) -> Optimiser:
         choice: One of ours with all its options, or a table of `weights`, a name or a file.
 
     Raises:
-        UserError: for an unknown name or option, or weights that cannot be loaded.
+        UserError: For an unknown name or option, or weights that cannot be loaded.
     """
     if isinstance(choice, dict) and "weights" in choice:
         return files.load(choice["weights"])

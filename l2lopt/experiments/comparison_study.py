@@ -49,7 +49,7 @@ def study_path(source: str | Path) -> Path:
     """The file of a study: `source` itself, or the shipped one of that name.
 
     Raises:
-        UserError: for a missing file.
+        UserError: For a missing file.
     """
     return configs.find(source, "studies", "a study's file")
 

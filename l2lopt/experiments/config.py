@@ -141,7 +141,7 @@ def find(source: str | Path, folder: str, what: str) -> Path:
         what: Description of the file for the error, such as "a study's file".
 
     Raises:
-        UserError: for a missing file, with the names of the shipped ones.
+        UserError: For a missing file, with the names of the shipped ones.
     """
     known = {path.stem: path for path in sorted(shipped(folder).glob("*.toml"))}
     return existing(known.get(str(source), Path(source)), what, f"give its path, or one of {', '.join(known)}")

@@ -132,7 +132,7 @@ def draw_evaluation(folder: Path, title: str) -> list[Path]:
         title: Line above the panels.
 
     Raises:
-        UserError: for a missing or damaged file.
+        UserError: For a missing or damaged file.
     """
     bands = figures.read(folder / "evaluation.csv")
     breaks = evaluation_summary(folder / "evaluation.json")["horizons"]
