@@ -143,7 +143,7 @@ def find(source: str | Path, folder: str, what: str) -> Path:
     Raises:
         UserError: For a missing file, with the names of the shipped ones.
     """
-    known = {path.stem: path for path in sorted(shipped(folder).glob("*.toml"))}
+    known = {path.stem: path for path in sorted(shipped(folder).glob("*.toml"), key=lambda path: path.stem)}
     return existing(known.get(str(source), Path(source)), what, f"give its path, or one of {', '.join(known)}")
 
 

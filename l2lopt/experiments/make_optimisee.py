@@ -18,8 +18,8 @@ from torch.utils.data import (
 
 from l2lopt.core.errors import UserError
 from l2lopt.core.seeding import generator, seeded
-from optimisees.data.datasets import InMemory
-from optimisees.module import ModuleOptimisee
+from optimisees import InMemory
+from optimisees import ModuleOptimisee
 
 Samples: TypeAlias = tuple[Tensor, Tensor] | Dataset[Any] | DataLoader[Any]
 """Inputs and targets with the samples on the first axis, or a map-style data set of such pairs, or its loader."""
