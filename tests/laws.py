@@ -182,10 +182,12 @@ def assert_batch_rows_are_separate_runs(optimiser: Any) -> None:
 
 
 def assert_permutes_with_its_coordinates(optimiser: Any) -> None:
-    """Permuted coordinates get permuted updates: any, if it is coordinatewise; else those of one tensor."""
+    """Permuted coordinates get permuted updates: any, if none meet; else those of a tensor, or rows and columns."""
     across = torch.tensor([5, 2, 6, 0, 4, 1, 3])
     within = torch.tensor([2, 0, 3, 1, 6, 4, 5])
-    order = across if (optimiser.coordinatewise and not optimiser.groupings) else within
+    rows_and_columns = torch.tensor([3, 2, 1, 0, 6, 4, 5])
+    met = set(optimiser.groupings)
+    order = rows_and_columns if met & {"rows", "columns"} else within if met or not optimiser.coordinatewise else across
     gradients, params = normal(4, 7), normal(7, seed=1)
     state = optimiser.init(LAYOUT, like=params)
     plain = roll(optimiser.update, state, gradients, params)[0]
