@@ -161,9 +161,23 @@ OPTIMISERS = {
 }
 
 
-def sees_params(label: str) -> bool:
-    """Whether θ is among the inputs of an optimiser of the table."""
-    return "every input" in label
+class _Watch(Computed):
+    """Notes whether what the coordinates meet in depends on a leaf."""
+
+    seen = False
+
+    def mean(self, grouping: Any, name: str, values: Tensor) -> Tensor:
+        self.seen |= values.requires_grad
+        return super().mean(grouping, name, values)
+
+
+def means_of_params(label: str) -> bool:
+    """Whether an optimiser takes means of what depends on θ, which are constants block by block."""
+    rule, watch, params = (OPTIMISERS | DOUBLES)[label](), _Watch(), normal(7).requires_grad_()
+    state = rule.init(Layout(("matrix", "vector"), ((2, 2), (3,))).meeting(watch), like=params)
+    phi = {name: value.detach() for name, value in rule.phi().items()}
+    rule.update_with(phi, normal(7, seed=1), state, params, loss=torch.ones((), dtype=torch.float64))
+    return watch.seen
 
 
 MANY = [label for label in OPTIMISERS if "every input" in label][1:]
@@ -205,6 +219,8 @@ DOUBLES = {
 }
 """Label → factory of rules whose coordinates meet in more than the library's own do."""
 LEARNED = {label: make for label, make in OPTIMISERS.items() if list(make().parameters())}
+GROUPED = DOUBLES | {label: make for label, make in LEARNED.items() if make().init(Layout(("x",), ((1,),))).groups}
+"""Those and the learned optimisers with a state per tensor, row or column."""
 
 FOLDED = {
     "lstm": "lstm",

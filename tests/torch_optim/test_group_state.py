@@ -6,14 +6,14 @@ import laws
 import pytest
 import torch
 from descent import SHAPES, bumpy, descend, start
-from implementations import DOUBLES, normal
+from implementations import DOUBLES, GROUPED, normal
 from torch import nn
 
 from l2lopt import LearnedOptimizer, UserError
 from l2lopt.core.types import Layout
 from l2lopt.torch_optim import blocks, state_parts
 
-each_double = pytest.mark.parametrize("rule", DOUBLES)
+each_grouped = pytest.mark.parametrize("rule", GROUPED)
 GAPS = {
     "none": lambda step: (),
     "one at first": lambda step: ["vector"] if step < 2 else (),
@@ -57,9 +57,9 @@ def test_the_state_has_names_and_shapes_of_groups():
     )
 
 
-@each_double
+@each_grouped
 def test_equals_the_rule_run_by_hand(rule):
-    params, by_hand = start(), DOUBLES[rule]()
+    params, by_hand = start(), GROUPED[rule]()
     layout, theta = Layout.of(params), Layout.of(params).ravel(params).detach()
     state = by_hand.init(layout, like=theta)
     for step in range(5):
@@ -73,7 +73,7 @@ def test_equals_the_rule_run_by_hand(rule):
     laws.assert_same(after, layout.unravel(theta))
 
 
-@each_double
+@pytest.mark.parametrize("rule", DOUBLES)
 @each_gap
 def test_a_parameter_moves_as_it_does_alone(rule, without):
     """These rules' coordinates meet within a tensor only, so a parameter knows nothing of the others' gradients."""
@@ -86,55 +86,55 @@ def test_a_parameter_moves_as_it_does_alone(rule, without):
         assert not torch.equal(after[name], start()[name])
 
 
-@each_double
+@each_grouped
 @each_gap
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_loaded_state_goes_on_to_the_bit(rule, without, dtype, tmp_path):
     params = start()
-    optimizer = LearnedOptimizer(params.values(), DOUBLES[rule](), state_dtype=dtype, fallback="adam")
+    optimizer = LearnedOptimizer(params.values(), GROUPED[rule](), state_dtype=dtype, fallback="adam")
     half = descend(params, optimizer, range(5), without)
     torch.save(optimizer.state_dict(), tmp_path / "state.pt")
     expected = descend(params, optimizer, range(5, 9), without)
     params = {name: nn.Parameter(value) for name, value in half.items()}
-    other = LearnedOptimizer(params.values(), DOUBLES[rule](), state_dtype=dtype, fallback="adam")
+    other = LearnedOptimizer(params.values(), GROUPED[rule](), state_dtype=dtype, fallback="adam")
     other.load_state_dict(torch.load(tmp_path / "state.pt"))
     laws.assert_same(descend(params, other, range(5, 9), without), expected)
     laws.assert_same(other.state_dict()["state"], optimizer.state_dict()["state"])
 
 
-@each_double
+@each_grouped
 def test_a_parameter_left_behind_keeps_its_state(rule):
     params = start()
-    optimizer = LearnedOptimizer(params.values(), DOUBLES[rule]())
+    optimizer = LearnedOptimizer(params.values(), GROUPED[rule]())
     descend(params, optimizer, range(2))
     kept = deepcopy(optimizer.state[params["vector"]])
     descend(params, optimizer, range(2, 4), lambda step: ["vector"])
     laws.assert_same(optimizer.state[params["vector"]], kept)
 
 
-@each_double
+@each_grouped
 def test_a_parameter_added_later_begins_afresh(rule):
     params, late = start(), nn.Parameter(normal(4, 2))
-    optimizer = LearnedOptimizer(params.values(), DOUBLES[rule]())
+    optimizer = LearnedOptimizer(params.values(), GROUPED[rule]())
     descend(params, optimizer, range(2))
     optimizer.add_param_group({"params": [late]})
     together = descend(params | {"late": late}, optimizer, range(2, 5))
     alone, other = start(), nn.Parameter(normal(4, 2))
     laws.assert_same(
         together,
-        descend(alone, LearnedOptimizer(alone.values(), DOUBLES[rule]()), range(5))
-        | descend({"late": other}, LearnedOptimizer([other], DOUBLES[rule]()), range(2, 5)),
+        descend(alone, LearnedOptimizer(alone.values(), GROUPED[rule]()), range(5))
+        | descend({"late": other}, LearnedOptimizer([other], GROUPED[rule]()), range(2, 5)),
     )
 
 
-@each_double
+@each_grouped
 def test_a_state_in_bfloat16_is_worked_on_in_blocks_of_whole_tensors(rule, monkeypatch):
     """State per coordinate is rounded, state per group is not; where the blocks end does not matter."""
     results = []
     for size in (2**16, 3):
         monkeypatch.setattr(blocks, "BLOCK", size)
         params = start(torch.float32)
-        optimizer = LearnedOptimizer(params.values(), DOUBLES[rule]().float(), state_dtype="bfloat16")
+        optimizer = LearnedOptimizer(params.values(), GROUPED[rule]().float(), state_dtype="bfloat16")
         results.append((descend(params, optimizer, range(6)), optimizer.state_dict()["state"]))
     laws.assert_close(results[1], results[0], 1e-6)
     for own in results[0][1].values():
@@ -143,12 +143,12 @@ def test_a_state_in_bfloat16_is_worked_on_in_blocks_of_whole_tensors(rule, monke
         assert own["step"].item() == 6
 
 
-@each_double
+@each_grouped
 @pytest.mark.parametrize("fault", ["another shape", "a part missing"])
 def test_the_state_of_another_model_is_refused(rule, fault):
     def stepped(*shape):
         param = nn.Parameter(torch.ones(*shape, dtype=torch.float64))
-        optimizer = LearnedOptimizer([param], DOUBLES[rule]())
+        optimizer = LearnedOptimizer([param], GROUPED[rule]())
         descend({"one": param}, optimizer, range(1))
         return optimizer
 
