@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from l2lopt import cells, estimators, optimisers
-from l2lopt.core.groupings import Computed
+from l2lopt.core.groupings import Computed, Exchange
 from l2lopt.core.types import Carry, Layout, Step, Target
 from l2lopt.optimisee import batch_rows, flat_loss, init_rows
 from l2lopt.optimisers import inputs, rules
@@ -449,12 +449,28 @@ def with_means_constant(task: Problem) -> Problem:
 
     def update(phi: Any, grads: Any, state: Any, params: Any, *, loss: Any = None) -> Any:
         layout = state.layout
-        change, after = task.update(phi, grads, state._replace(layout=layout.meeting(_Constant())), params, loss=loss)
+        change, after = task.update(
+            phi, grads, state._replace(layout=layout.meeting(_Constant(layout.exchange))), params, loss=loss
+        )
         return change, after._replace(layout=layout)
 
     return task._replace(update=update)
 
 
-class _Constant(Computed):
+class _Constant(Exchange):
+    """Means as another exchange gives them, through which no gradient goes."""
+
+    def __init__(self, inner: Exchange) -> None:
+        self._inner = inner
+
     def mean(self, grouping: Any, name: str, values: Tensor) -> Tensor:
-        return super().mean(grouping, name, values.detach())
+        return self._inner.mean(grouping, name, values.detach())
+
+    def mean_of_sums(self, grouping: Any, name: str, sums: Tensor) -> Tensor:
+        return self._inner.mean_of_sums(grouping, name, sums.detach())
+
+    def whole(self, name: str, function: Any, values: Tensor) -> Tensor:
+        return self._inner.whole(name, function, values)
+
+    def controls(self, grouping: Any, name: str, compute: Any, memory: Any) -> Any:
+        return self._inner.controls(grouping, name, compute, memory)
