@@ -176,8 +176,9 @@ def weights(
     for name in names:
         header = files.header(name)
         rule, training = header["optimiser"], header["training"]
+        kind = rule.get("cell", "lstm") if rule["name"] == "coordinatewise" else rule["name"]
         cost = [f"{training[key]:,.0f} {what}" for key, what in _COSTS.items() if key in training]
-        console.print(f"{name}: {rule.get('cell', 'lstm')}; {', '.join(cost)}", highlight=False, soft_wrap=True)
+        console.print(f"{name}: {kind}; {', '.join(cost)}", highlight=False, soft_wrap=True)
         for label, rows in (training.get("comparisons", {}) if which else {}).items():
             from l2lopt.evaluation import tables  # half a second that the list of names has no use for
 

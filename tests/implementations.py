@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from l2lopt import cells, estimators, optimisers
-from l2lopt.core.groupings import Computed
+from l2lopt.core.groupings import Computed, Exchange
 from l2lopt.core.layout import Layout
 from l2lopt.core.types import Carry, InnerStep, Target
 from l2lopt.optimisee import batch_rows, flat_loss, init_rows
@@ -164,9 +164,23 @@ OPTIMISERS = {
 }
 
 
-def sees_params(label: str) -> bool:
-    """Whether θ is among the inputs of an optimiser of the table."""
-    return "every input" in label
+class _Watch(Computed):
+    """Notes whether what the coordinates meet in depends on a leaf."""
+
+    seen = False
+
+    def mean(self, grouping: Any, name: str, values: Tensor) -> Tensor:
+        self.seen |= values.requires_grad
+        return super().mean(grouping, name, values)
+
+
+def means_of_params(label: str) -> bool:
+    """Whether an optimiser takes means of what depends on θ, which are constants block by block."""
+    rule, watch, params = (OPTIMISERS | DOUBLES)[label](), _Watch(), normal(7).requires_grad_()
+    state = rule.init(Layout(("matrix", "vector"), ((2, 2), (3,))).meeting(watch), like=params)
+    phi = {name: value.detach() for name, value in rule.phi().items()}
+    rule.update_with(phi, normal(7, seed=1), state, params, loss=torch.ones((), dtype=torch.float64))
+    return watch.seen
 
 
 MANY = [label for label in OPTIMISERS if "every input" in label][1:]
@@ -208,6 +222,8 @@ DOUBLES = {
 }
 """Label → factory of rules whose coordinates meet in more than the library's own do."""
 LEARNED = {label: make for label, make in OPTIMISERS.items() if list(make().parameters())}
+GROUPED = DOUBLES | {label: make for label, make in LEARNED.items() if make().init(Layout(("x",), ((1,),))).groups}
+"""Those and the learned optimisers with a state per tensor, row or column."""
 
 FOLDED = {
     "lstm": "lstm",
@@ -436,12 +452,28 @@ def with_means_constant(task: Problem) -> Problem:
 
     def update(phi: Any, grads: Any, state: Any, params: Any, *, loss: Any = None) -> Any:
         layout = state.layout
-        change, after = task.update(phi, grads, state._replace(layout=layout.meeting(_Constant())), params, loss=loss)
+        change, after = task.update(
+            phi, grads, state._replace(layout=layout.meeting(_Constant(layout.exchange))), params, loss=loss
+        )
         return change, after._replace(layout=layout)
 
     return task._replace(update=update)
 
 
-class _Constant(Computed):
+class _Constant(Exchange):
+    """Means as another exchange gives them, through which no gradient goes."""
+
+    def __init__(self, inner: Exchange) -> None:
+        self._inner = inner
+
     def mean(self, grouping: Any, name: str, values: Tensor) -> Tensor:
-        return super().mean(grouping, name, values.detach())
+        return self._inner.mean(grouping, name, values.detach())
+
+    def mean_of_sums(self, grouping: Any, name: str, sums: Tensor) -> Tensor:
+        return self._inner.mean_of_sums(grouping, name, sums.detach())
+
+    def whole(self, name: str, function: Any, values: Tensor) -> Tensor:
+        return self._inner.whole(name, function, values)
+
+    def controls(self, grouping: Any, name: str, compute: Any, memory: Any) -> Any:
+        return self._inner.controls(grouping, name, compute, memory)

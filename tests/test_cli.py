@@ -9,8 +9,9 @@ import time
 
 import pytest
 
-from l2lopt import cli
+from l2lopt import cli, optimisers
 from l2lopt.experiments import config as configs
+from l2lopt.weights import files
 
 from test_experiments import SMALL  # isort: skip
 
@@ -109,6 +110,13 @@ def test_damaged_weights_end_in_one_line(tmp_path, monkeypatch, capsys):
     code, _, err = called(monkeypatch, capsys, "evaluate", run)
     assert (code, err.count("\n")) == (2, 1)
     assert "expected a whole safetensors file" in err
+
+
+@pytest.mark.parametrize(("name", "shown"), [("coordinatewise", "lstm"), ("sgd", "sgd")])
+def test_weights_are_listed_by_their_cell_or_their_rule(tmp_path, monkeypatch, capsys, name, shown):
+    files.save(optimisers.make(name, **({} if name == "coordinatewise" else {"lr": 0.1})), tmp_path / "rule")
+    code, out, _ = called(monkeypatch, capsys, "weights", tmp_path / "rule")
+    assert (code, out.split()[1]) == (0, f"{shown};")
 
 
 def test_the_folder_of_the_data_sets(tmp_path, monkeypatch, capsys):

@@ -85,6 +85,12 @@ class Layout:
         """Coordinates per tensor."""
         return tuple(prod(shape) for shape in self.shapes)
 
+    @property
+    def whole_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the whole tensors, also where this is a slice of their coordinates or a process's part of them."""
+        whole = self.origin or self
+        return whole.shapes if whole.shards is None else whole.shards.shapes
+
     @cached_property
     def size(self) -> int:
         """Coordinates in all, n."""

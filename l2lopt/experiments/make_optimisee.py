@@ -18,8 +18,7 @@ from torch.utils.data import (
 
 from l2lopt.core.errors import UserError
 from l2lopt.core.seeding import generator, seeded
-from optimisees import InMemory
-from optimisees import ModuleOptimisee
+from optimisees import InMemory, ModuleOptimisee
 
 Samples: TypeAlias = tuple[Tensor, Tensor] | Dataset[Any] | DataLoader[Any]
 """Inputs and targets with the samples on the first axis, or a map-style data set of such pairs, or its loader."""

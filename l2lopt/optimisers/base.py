@@ -22,6 +22,10 @@ class Optimiser(nn.Module, ABC):
     of whole tensors that go through `layout.whole`. So a slice of them can be updated by itself, given what the whole
     vector's coordinates met in: *locality*, see `core.groupings`. A rule that does otherwise says so.
 
+    In a learned rule a coordinate whose gradient (or its square) is not finite gets the update 0, keeps its state and
+    counts as 0 in means; `state.shared["skipped"]` [*batch] counts such events, `state.shared["step"]` the updates.
+    Everything in `shared` is a tensor, and the same for all coordinates.
+
     Example:
         >>> import torch
         >>> from l2lopt import optimisers
@@ -76,7 +80,8 @@ class Optimiser(nn.Module, ABC):
             grads: Gradients of the loss, [*batch, n].
             state: State from `init` or the last update.
             params: Parameters θ, [*batch, n].
-            loss: Losses, [*batch]; only rules with `needs_loss` look at it.
+            loss: Losses, [*batch]; only rules with `needs_loss` look at it. Estimators of second order differentiate
+                through it, so a rule does not detach it.
         """
 
     def update_(

@@ -59,8 +59,9 @@ def update_in_blocks_(
         part = slice(block.low, block.high)
         coordinates = {name: value[..., part].to(grads.dtype) for name, value in state.coordinates.items()}
         groups = _groups(state, block)
-        before = dict(results[-1] if results else state.shared)  # "skipped" counts on from block to block,
-        before |= {name: value for name, value in state.shared.items() if name == "step"}  # but "step" does not
+        before = dict(state.shared)  # the same for each block: a mean of the loss moves once a step, not once a block
+        if results and "skipped" in before:
+            before["skipped"] = results[-1]["skipped"]  # but these count on from block to block
         given = OptimiserState(block.layout, coordinates, groups, before)
         update, after = rule.update_(grads[part], given, theta[part], loss=loss)
         updates.append(update.clone())  # a fused rule overwrites its last result
@@ -87,7 +88,7 @@ def blocks_of(layout: Layout, rule: Optimiser, like: Tensor) -> list[Block]:
         bounds = [(low, min(low + BLOCK, layout.size)) for low in range(0, max(layout.size, 1), BLOCK)]
         return [Block(layout.slice(low, high), low, high) for low, high in bounds]
     # Every process cuts between the same tensors, as means over groups are sums over the processes.
-    whole = layout.sizes if layout.shards is None else [prod(shape) for shape in layout.shards.shapes]
+    whole = map(prod, layout.whole_shapes)
     blocks, first, low, high, count = [], 0, 0, 0, 0
     for end, (size, counted) in enumerate(zip(layout.sizes, whole, strict=True), 1):
         high, count = high + size, count + counted

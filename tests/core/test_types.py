@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from implementations import normal
 from torch.func import vmap
 
-from l2lopt.core.layout import Layout
+from l2lopt.core.layout import Layout, Shards
 from l2lopt.core.seeding import generator, seed_of
 from l2lopt.core.types import OptimiserState, detach, stack
 
@@ -92,6 +92,15 @@ def test_fan_ins_are_those_of_the_matrices_and_their_vectors():
     assert layout.part(2, 4).fan_ins == (3, 12)  # its matrix is elsewhere
     assert layout.slice(5, 24).fan_ins == layout.fan_ins
     assert Layout(("empty",), ((0, 4),)).fan_ins == (4,)
+
+
+def test_a_part_of_the_coordinates_knows_the_whole_tensors():
+    layout = Layout(("weight", "bias"), ((5, 3), (5,)))
+    parts = [layout.slice(4, 17), layout.select(torch.tensor([0, 16])), layout.emptied()]
+    assert {part.whole_shapes for part in (layout, *parts)} == {((5, 3), (5,))}
+    assert layout.part(1, 2).whole_shapes == ((5,),)
+    here = Layout(("weight", "bias"), ((2, 3), (0,)), Shards(layout.shapes, lambda sums: sums))
+    assert {part.whole_shapes for part in (here, here.slice(1, 3))} == {layout.shapes}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from implementations import BLOCKWISE, LEARNED, MIXTURES, crossed, problem, sees_params, with_means_constant
+from implementations import BLOCKWISE, LEARNED, MIXTURES, crossed, means_of_params, problem, with_means_constant
 
 from l2lopt.core.errors import UserError
 from l2lopt.core.layout import Layout
@@ -26,9 +26,9 @@ DIRECTION = "coordinatewise direction-and-magnitude"
 @each_blockwise
 @pytest.mark.parametrize(("rule", "mixture", "objective"), crossed(LEARNED, MIXTURES, ["loss", "log-loss"]))
 def test_meta_gradient_is_exact(make, objective, rule, mixture):
-    """Against the `torch.func` oracle; means that depend on θ, which an input gives the network, are constants."""
+    """Against the `torch.func` oracle; means that depend on θ are constants."""
     task = problem(rule, mixture=mixture)
-    task = with_means_constant(task) if sees_params(rule) else task
+    task = with_means_constant(task) if means_of_params(rule) else task
     laws.assert_meta_gradient_is_exact(make(objective=objective), task, 1, objective)
 
 

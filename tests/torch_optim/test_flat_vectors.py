@@ -10,6 +10,8 @@ from descent import LSTM, RULES, descend, each_optimiser, start
 from implementations import OPTIMISERS, normal
 
 from l2lopt import LearnedOptimizer
+from l2lopt.core.types import OptimiserState
+from l2lopt.optimisers.base import Optimiser, blank
 from l2lopt.torch_optim import blocks
 
 
@@ -86,3 +88,27 @@ def test_a_state_in_bfloat16_is_worked_on_in_pieces(name, monkeypatch):
         assert state["cell.h"].dtype == torch.bfloat16
         assert (state["step"].item(), state["skipped"].item()) == (own["step"].item(), own["skipped"].item()) == (5, 4)
         assert state.get("statistic", torch.ones(0)).shape == own.get("statistic", torch.ones(0)).shape
+
+
+class LossAverage(Optimiser):
+    """Steps as large as the running mean of the loss, which all coordinates share."""
+
+    needs_loss = True
+
+    def init(self, layout, batch=(), *, like=None, total_steps=None):
+        zero = blank(layout, batch, like)
+        return OptimiserState(layout, {"m": zero}, {}, {"average": zero.new_zeros(tuple(batch))})
+
+    def update(self, grads, state, params, *, loss=None):
+        average = 0.5 * state.shared["average"] + 0.5 * loss
+        return -0.01 * average * grads.sign(), state._replace(shared={"average": average})
+
+
+def test_what_all_coordinates_share_moves_once_a_step_however_many_blocks(monkeypatch):
+    found = []
+    for size in (2**16, 3):
+        monkeypatch.setattr(blocks, "BLOCK", size)
+        params = start()
+        optimizer = LearnedOptimizer(params.values(), LossAverage(), state_dtype="bfloat16")
+        found.append((descend(params, optimizer, range(3)), optimizer.state[params["matrix"]]["average"]))
+    laws.assert_close(*found)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from descent import SHAPES, bumpy, descend, start
 from doubles import Orthogonalised
-from implementations import DOUBLES, normal, seeded
+from implementations import DOUBLES, GROUPED, normal, seeded
 from torch import nn
 
 from l2lopt import LearnedOptimizer, UserError, cells, optimisers
@@ -15,13 +15,20 @@ from l2lopt.core.layout import Layout
 from l2lopt.optimisers import rules
 from l2lopt.torch_optim import blocks, state_parts
 
-each_double = pytest.mark.parametrize("rule", DOUBLES)
+each_grouped = pytest.mark.parametrize("rule", GROUPED)
 GAPS = {
     "none": lambda step: (),
     "one at first": lambda step: ["vector"] if step < 2 else (),
     "one at times": lambda step: ["vector"] if step % 3 == 1 else (),
     "each at times": lambda step: [list(SHAPES)[step % 3]],
 }
+
+
+def shared_by(rule):
+    """Names in `state[p]` of what all coordinates share."""
+    return ["vector", *GROUPED[rule]().init(Layout(("one",), ((1,),))).shared]
+
+
 each_gap = pytest.mark.parametrize("without", GAPS.values(), ids=GAPS)
 
 
@@ -59,9 +66,9 @@ def test_the_state_has_names_and_shapes_of_groups():
     )
 
 
-@each_double
+@each_grouped
 def test_equals_the_rule_run_by_hand(rule):
-    params, by_hand = start(), DOUBLES[rule]()
+    params, by_hand = start(), GROUPED[rule]()
     layout, theta = Layout.of(params), Layout.of(params).ravel(params).detach()
     state = by_hand.init(layout, like=theta)
     for step in range(5):
@@ -75,7 +82,7 @@ def test_equals_the_rule_run_by_hand(rule):
     laws.assert_same(after, layout.unravel(theta))
 
 
-@each_double
+@pytest.mark.parametrize("rule", DOUBLES)
 @each_gap
 def test_a_parameter_moves_as_it_does_alone(rule, without):
     """These rules' coordinates meet within a tensor only, so a parameter knows nothing of the others' gradients."""
@@ -88,33 +95,33 @@ def test_a_parameter_moves_as_it_does_alone(rule, without):
         assert not torch.equal(after[name], start()[name])
 
 
-@each_double
+@each_grouped
 @each_gap
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_loaded_state_goes_on_to_the_bit(rule, without, dtype, tmp_path):
     params = start()
-    optimizer = LearnedOptimizer(params.values(), DOUBLES[rule](), state_dtype=dtype, fallback="adam")
+    optimizer = LearnedOptimizer(params.values(), GROUPED[rule](), state_dtype=dtype, fallback="adam")
     half = descend(params, optimizer, range(5), without)
     torch.save(optimizer.state_dict(), tmp_path / "state.pt")
     expected = descend(params, optimizer, range(5, 9), without)
     params = {name: nn.Parameter(value) for name, value in half.items()}
-    other = LearnedOptimizer(params.values(), DOUBLES[rule](), state_dtype=dtype, fallback="adam")
+    other = LearnedOptimizer(params.values(), GROUPED[rule](), state_dtype=dtype, fallback="adam")
     other.load_state_dict(torch.load(tmp_path / "state.pt"))
     laws.assert_same(descend(params, other, range(5, 9), without), expected)
     laws.assert_same(other.state_dict()["state"], optimizer.state_dict()["state"])
 
 
-@each_double
+@each_grouped
 def test_a_parameter_left_behind_keeps_its_state(rule):
     params = start()
-    optimizer = LearnedOptimizer(params.values(), DOUBLES[rule]())
+    optimizer = LearnedOptimizer(params.values(), GROUPED[rule]())
     descend(params, optimizer, range(2))
     kept = deepcopy(optimizer.state[params["vector"]])
     descend(params, optimizer, range(2, 4), lambda step: ["vector"])
     laws.assert_same(optimizer.state[params["vector"]], kept)
 
 
-@each_double
+@pytest.mark.parametrize("rule", DOUBLES)
 def test_a_parameter_added_later_begins_afresh(rule):
     params, late = start(), nn.Parameter(normal(4, 2))
     optimizer = LearnedOptimizer(params.values(), DOUBLES[rule]())
@@ -129,18 +136,18 @@ def test_a_parameter_added_later_begins_afresh(rule):
     )
 
 
-@each_double
+@each_grouped
 def test_a_state_in_bfloat16_is_worked_on_in_blocks_of_whole_tensors(rule, monkeypatch):
     """State per coordinate is rounded, state per group is not; where the blocks end does not matter."""
     results = []
     for size in (2**16, 3):
         monkeypatch.setattr(blocks, "BLOCK", size)
         params = start(torch.float32)
-        optimizer = LearnedOptimizer(params.values(), DOUBLES[rule]().float(), state_dtype="bfloat16")
+        optimizer = LearnedOptimizer(params.values(), GROUPED[rule]().float(), state_dtype="bfloat16")
         results.append((descend(params, optimizer, range(6)), optimizer.state_dict()["state"]))
     laws.assert_close(results[1], results[0], 1e-6)
     for own in results[0][1].values():
-        floats = {k: v.dtype for k, v in own.items() if torch.is_tensor(v) and v.is_floating_point()}
+        floats = {k: own[k].dtype for k in own if k not in shared_by(rule) and torch.is_tensor(own[k])}
         assert floats == {k: torch.float32 if k.startswith(tuple(state_parts.AXES)) else torch.bfloat16 for k in floats}
         assert own["step"].item() == 6
 
@@ -160,18 +167,18 @@ def test_blocks_end_with_a_tensor_where_coordinates_meet(groups_of, monkeypatch)
     assert [(block.low, block.high) for block in found] == [(0, 3), (3, 6), (6, 9), (9, 12)]
 
 
-@each_double
+@each_grouped
 @pytest.mark.parametrize("fault", ["another shape", "a part missing"])
 def test_the_state_of_another_model_is_refused(rule, fault):
     def stepped(*shape):
         param = nn.Parameter(torch.ones(*shape, dtype=torch.float64))
-        optimizer = LearnedOptimizer([param], DOUBLES[rule]())
+        optimizer = LearnedOptimizer([param], GROUPED[rule]())
         descend({"one": param}, optimizer, range(1))
         return optimizer
 
     saved, target = stepped(*{"another shape": (3, 4), "a part missing": (3, 5)}[fault]).state_dict(), stepped(3, 5)
     if fault == "a part missing":
-        del saved["state"][0][[key for key in saved["state"][0] if key not in ("step", "skipped", "vector")][-1]]
+        del saved["state"][0][[key for key in saved["state"][0] if key not in shared_by(rule)][-1]]
     before = deepcopy(target.state_dict())
     with pytest.raises(UserError, match=r"load_state_dict: p0: expected .* \[\.\.\., \*\[3, 5\]\]"):
         target.load_state_dict(saved)
