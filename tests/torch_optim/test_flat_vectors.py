@@ -11,7 +11,7 @@ from implementations import OPTIMISERS, normal
 
 from l2lopt import LearnedOptimizer
 from l2lopt.core.types import OptimiserState
-from l2lopt.optimisers.base import Optimiser, blank
+from l2lopt.optimisers.base import Optimiser, zeros
 from l2lopt.torch_optim import blocks
 
 
@@ -96,7 +96,7 @@ class LossAverage(Optimiser):
     needs_loss = True
 
     def init(self, layout, batch=(), *, like=None, total_steps=None):
-        zero = blank(layout, batch, like)
+        zero = zeros(layout, batch, like)
         return OptimiserState(layout, {"m": zero}, {}, {"average": zero.new_zeros(tuple(batch))})
 
     def update(self, grads, state, params, *, loss=None):
