@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from l2lopt.core.errors import UserError
     from l2lopt.experiments.comparison_study import reproduce
     from l2lopt.experiments.make_optimisee import make_optimisee
-    from l2lopt.experiments.runs import demo, evaluate, meta_train, plot, publish, sample, train
+    from l2lopt.experiments.runs import demo, evaluate, meta_train, plot, publish, train
+    from l2lopt.experiments.samples import paint, sample
     from l2lopt.torch_optim.learned_optimizer import LearnedOptimizer
     from l2lopt.weights.files import list_weights, load, save
     from l2lopt.weights.hub import pull, push
@@ -26,13 +27,13 @@ _HOME = {
     "load": "weights.files",
     "make_optimisee": "experiments.make_optimisee",
     "meta_train": "experiments.runs",
-    "paint": "experiments.runs",
+    "paint": "experiments.samples",
     "plot": "experiments.runs",
     "publish": "experiments.runs",
     "pull": "weights.hub",
     "push": "weights.hub",
     "reproduce": "experiments.comparison_study",
-    "sample": "experiments.runs",
+    "sample": "experiments.samples",
     "save": "weights.files",
     "train": "experiments.runs",
 }

@@ -148,12 +148,12 @@ def sample(
     seed: Annotated[int, typer.Option("--seed", help="Of the draws.")] = 0,
 ) -> None:
     """Go on with a text by a trained language model, or paint images by a trained DRAW."""
-    from l2lopt.experiments import runs as experiments
+    from l2lopt.experiments import samples
 
-    if experiments.sample_kind(run) == "images":
-        _left(experiments.paint(run, count, seed))
+    if samples.sample_kind(run) == "images":
+        _left(samples.paint(run, count, seed))
         return
-    text = experiments.sample(run, prompt, tokens=tokens, temperature=temperature, seed=seed)
+    text = samples.sample(run, prompt, tokens=tokens, temperature=temperature, seed=seed)
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -14,6 +14,11 @@ class UserError(ValueError):
         expected: Description of what would have been right.
         found: Description of what came instead.
         remedy: The next thing for the user to do, as an imperative.
+
+    Example:
+        >>> from l2lopt import UserError
+        >>> print(UserError("lr", expected="a rate above 0", found="-1", remedy="give a positive rate"))
+        lr: expected a rate above 0, found -1; give a positive rate
     """
 
     def __init__(self, where: str, *, expected: str, found: str, remedy: str) -> None:

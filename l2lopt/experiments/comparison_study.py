@@ -101,6 +101,10 @@ def reproduce(
 
     Raises:
         UserError: For a mistake in the study or one of its configs.
+
+    Example:
+        >>> import l2lopt
+        >>> paths = l2lopt.reproduce("digits-mlp", "runs/digits-mlp", jobs=2)  # half an hour  # doctest: +SKIP
     """
     study, path = load(source), study_path(source)
     if isinstance(study, TrainingStudy):

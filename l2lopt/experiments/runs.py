@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from l2lopt import kernels
-from l2lopt.core.errors import UserError, above_0
+from l2lopt.core.errors import UserError
 from l2lopt.core.registry import Choice
 from l2lopt.core.types import Report, silent
 from l2lopt.evaluation import comparison
@@ -22,11 +22,10 @@ from l2lopt.experiments.run_folder import (
     draw_evaluation,
     evaluation_summary,
     meta_training_config,
-    saved,
     training_config,
     write_evaluation,
 )
-from l2lopt.optimisee import Optimisee, SampleRequest
+from l2lopt.optimisee import Optimisee
 from l2lopt.optimisers import Optimiser
 from l2lopt.parallel import processes
 from l2lopt.parallel.threads import cpu_threads
@@ -40,7 +39,6 @@ from l2lopt.training.train import Trained
 from l2lopt.weights import files as weights
 
 _log = logging.getLogger(__name__)
-_SAMPLED = {"text": "a trained language model", "images": "a trained model of images"}
 
 
 def meta_train(
@@ -267,50 +265,6 @@ def train(
     return result
 
 
-def sample(run: str | Path, prompt: str = "", *, tokens: int = 100, temperature: float = 1.0, seed: int = 0) -> str:
-    """The prompt, continued by the language model that `train` has left.
-
-    Args:
-        run: Folder of the run.
-        prompt: Beginning of the text, after a line's end: words of the vocabulary, or its characters.
-        tokens: Number of tokens that follow.
-        temperature: Boldness of the draws: above 1 bolder, below 1 safer, at 0 always the likeliest token.
-        seed: Seed of the draws.
-
-    Raises:
-        UserError: For a folder without the run of a language model, and a prompt that is not in the vocabulary.
-    """
-    text = _sample(Path(run), "text", SampleRequest(prompt=prompt, tokens=tokens, temperature=temperature, seed=seed))
-    assert isinstance(text, str)
-    return text
-
-
-def paint(run: str | Path, count: int = 8, seed: int = 0) -> list[Path]:
-    """Images by the model that `train` has left, such as a DRAW, with the steps in which they come to be.
-
-    Leaves `samples.png` (a row for each image, a column for each time step, the rectangle that is written drawn in) and
-    `samples.gif` (every step) in the run's `figures/`, and gives their paths.
-
-    Args:
-        run: Folder of the run.
-        count: Number of images.
-        seed: Seed of the draws.
-
-    Raises:
-        UserError: For a folder without the run of a model of images.
-    """
-    above_0("sample", count=count)
-    paths = _sample(Path(run), "images", SampleRequest(count=count, seed=seed))
-    assert isinstance(paths, list)
-    return paths
-
-
-def sample_kind(run: str | Path) -> Literal["text", "images"] | None:
-    """The kind of samples that the trained model in a folder makes; None for another folder."""
-    config = training_config(Path(run))
-    return None if config is None else from_python.class_of(config.optimisee).sample_kind
-
-
 def training_files(run: str | Path) -> list[Path]:
     """The files that a finished training has left for its user: parameters, result, artefacts and figures (as PNG)."""
     folder, config = Path(run), training_config(Path(run))
@@ -318,18 +272,6 @@ def training_files(run: str | Path) -> list[Path]:
     names = ["model.safetensors", "result.json", *(name for name in artefacts if "/" not in name)]
     names += ["figures/training-curve.*", *(name for name in artefacts if "/" in name)]
     return [path for name in names for path in sorted(folder.glob(name)) if path.suffix != ".svg"]
-
-
-def _sample(folder: Path, kind: Literal["text", "images"], request: SampleRequest) -> str | list[Path]:
-    """A sample of a finished run, whose optimisee must make such samples."""
-    choice, finished = saved(folder, _SAMPLED[kind])
-    made = from_python.class_of(choice)
-    if made.sample_kind != kind:
-        remedy = f"give the folder of {_SAMPLED[kind]}"
-        raise UserError(
-            str(folder), expected=_SAMPLED[kind], found=f"the run of another optimisee, {choice}", remedy=remedy
-        )
-    return made.sample(finished, request)
 
 
 def plot(*runs: str | Path) -> list[Path]:
@@ -340,6 +282,15 @@ def plot(*runs: str | Path) -> list[Path]:
 
     Raises:
         UserError: For a run without an evaluation, or a damaged one.
+
+    Example:
+        >>> import l2lopt, torch
+        >>> inputs = torch.randn(100, 4)
+        >>> samples = inputs, (inputs.sum(1) > 0).long()
+        >>> problem = l2lopt.make_optimisee(lambda: torch.nn.Linear(4, 2), torch.nn.functional.cross_entropy, samples)
+        >>> _ = l2lopt.train(problem, "runs/drawn", optimiser="torch.optim.Adam", changes=["train.steps=20"])
+        >>> [path.name for path in l2lopt.plot("runs/drawn")]
+        ['training-curve.png', 'training-curve.svg']
     """
     folders = [Path(run) for run in runs]
     paths = []
@@ -368,6 +319,12 @@ def publish(run: str | Path, path: str | Path, **facts: Any) -> Path:
 
     Raises:
         UserError: For a folder without a run, or damaged files.
+
+    Example:
+        >>> import l2lopt
+        >>> run = "runs/mine"  # a folder that l2lopt.meta_train has left
+        >>> l2lopt.publish(run, "mine.safetensors", author="me")  # doctest: +SKIP
+        PosixPath('mine.safetensors')
     """
     folder, file = Path(run), Path(run) / "optimiser.safetensors"
     training = weights.header(file)["training"]
@@ -381,7 +338,14 @@ def publish(run: str | Path, path: str | Path, **facts: Any) -> Path:
 def demo(
     run: str | Path = "runs/demo", *, changes: Sequence[str] = (), report: Report = silent
 ) -> tuple[Evaluation, list[Path]]:
-    """Meta-trains the demo's optimiser, evaluates it, draws the curves; an earlier demo in the folder is replaced."""
+    """Meta-trains the demo's optimiser, evaluates it, draws the curves; an earlier demo in the folder is replaced.
+
+    Example:
+        >>> import l2lopt
+        >>> result, paths = l2lopt.demo("runs/demo")  # doctest: +SKIP
+        >>> [path.name for path in paths]  # after about three minutes on two cores  # doctest: +SKIP
+        ['loss-curves.png', 'loss-curves.svg']
+    """
     folder = meta_train(configs.demo(), run, changes=changes, overwrite=True, report=report)
     return evaluate(folder, report=report), plot(folder)
 

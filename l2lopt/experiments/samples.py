@@ -1,0 +1,79 @@
+"""Samples of trained models: texts and images, for scripts and the command line."""
+
+from pathlib import Path
+from typing import Literal
+
+from l2lopt.core.errors import UserError, above_0
+from l2lopt.experiments import from_python
+from l2lopt.experiments.run_folder import saved, training_config
+from l2lopt.optimisee import SampleRequest
+
+_SAMPLED = {"text": "a trained language model", "images": "a trained model of images"}
+
+
+def sample(run: str | Path, prompt: str = "", *, tokens: int = 100, temperature: float = 1.0, seed: int = 0) -> str:
+    """The prompt, continued by the language model that `train` has left.
+
+    Args:
+        run: Folder of the run.
+        prompt: Beginning of the text, after a line's end: words of the vocabulary, or its characters.
+        tokens: Number of tokens that follow.
+        temperature: Boldness of the draws: above 1 bolder, below 1 safer, at 0 always the likeliest token.
+        seed: Seed of the draws.
+
+    Raises:
+        UserError: For a folder without the run of a language model, and a prompt that is not in the vocabulary.
+
+    Example:
+        >>> import l2lopt
+        >>> run = "runs/ptb"  # l2lopt.train("configs/ptb-small.toml", run) takes some minutes
+        >>> l2lopt.sample(run, "the company", tokens=20, seed=1)  # doctest: +SKIP
+        'the company said it expects to report a loss ...'
+    """
+    text = _sample(Path(run), "text", SampleRequest(prompt=prompt, tokens=tokens, temperature=temperature, seed=seed))
+    assert isinstance(text, str)
+    return text
+
+
+def paint(run: str | Path, count: int = 8, seed: int = 0) -> list[Path]:
+    """Images by the model that `train` has left, such as a DRAW, with the steps in which they come to be.
+
+    Leaves `samples.png` (a row for each image, a column for each time step, the rectangle that is written drawn in) and
+    `samples.gif` (every step) in the run's `figures/`, and gives their paths.
+
+    Args:
+        run: Folder of the run.
+        count: Number of images.
+        seed: Seed of the draws.
+
+    Raises:
+        UserError: For a folder without the run of a model of images.
+
+    Example:
+        >>> import l2lopt
+        >>> run = "runs/draw"  # l2lopt.train("configs/draw-small.toml", run) takes some minutes
+        >>> [path.name for path in l2lopt.paint(run, count=4)]  # doctest: +SKIP
+        ['samples.png', 'samples.gif']
+    """
+    above_0("sample", count=count)
+    paths = _sample(Path(run), "images", SampleRequest(count=count, seed=seed))
+    assert isinstance(paths, list)
+    return paths
+
+
+def sample_kind(run: str | Path) -> Literal["text", "images"] | None:
+    """The kind of samples that the trained model in a folder makes; None for another folder."""
+    config = training_config(Path(run))
+    return None if config is None else from_python.class_of(config.optimisee).sample_kind
+
+
+def _sample(folder: Path, kind: Literal["text", "images"], request: SampleRequest) -> str | list[Path]:
+    """A sample of a finished run, whose optimisee must make such samples."""
+    choice, finished = saved(folder, _SAMPLED[kind])
+    made = from_python.class_of(choice)
+    if made.sample_kind != kind:
+        remedy = f"give the folder of {_SAMPLED[kind]}"
+        raise UserError(
+            str(folder), expected=_SAMPLED[kind], found=f"the run of another optimisee, {choice}", remedy=remedy
+        )
+    return made.sample(finished, request)
