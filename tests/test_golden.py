@@ -310,6 +310,7 @@ def test_answers_and_mistakes(printed):
     check_text("answers.txt", printed["answers.txt"])
 
 
+@pytest.mark.slow
 def test_the_shipped_configs(tmp_path):
     assert resolved(CONFIGS / "demo.toml", tmp_path / "first") == kept("demo.toml")
     assert shipped(tmp_path) == kept("configs.json")
@@ -320,6 +321,7 @@ def test_a_meta_training_of_three_updates(tmp_path, numbers, kind):
     assert trained(kind, tmp_path / "run") == numbers["meta-training"][kind]
 
 
+@pytest.mark.slow
 def test_on_two_threads_it_is_the_same(tmp_path, numbers):
     """In blocks, which are shared out whole; elsewhere PyTorch's own sums depend on the number of threads."""
     kind = "blockwise lstm direction-and-magnitude"

@@ -45,6 +45,7 @@ def test_state_keeps_its_structure(rule):
     laws.assert_state_keeps_its_structure(GROUPED[rule]())
 
 
+@pytest.mark.slow
 @each_grouped
 def test_the_mean_over_samples_of_coordinates_is_the_whole(rule):
     task = problem(rule, "module with batch norm", length=3)

@@ -76,7 +76,7 @@ def refused(rank):
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("block", [1, 7, 8192])
+@pytest.mark.parametrize("block", [7, *(pytest.param(block, marks=pytest.mark.slow) for block in (1, 8192))])
 def test_processes_give_the_tapes_meta_gradient(rule, block):
     processes.run(partial(sharded, label=rule, block=block), 2)
 
