@@ -75,6 +75,7 @@ def block_update(optimiser: Optimiser, backend: str = "auto") -> Update:
     adjoint = _by_name(partial(statistic_adjoint, reference, space=space))
     at_once = None
     if not isinstance(twin, CPU):
+        # Imported late: it imports Triton itself, which not every machine has.
         from l2lopt.kernels.triton import replay as on_gpu
 
         back, adjoint = partial(on_gpu.replay, reference), _by_name(partial(on_gpu.statistic_adjoint, reference))

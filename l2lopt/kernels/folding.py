@@ -58,6 +58,7 @@ def fold(optimiser: Coordinatewise, phi: Params) -> Folded:
         if "cell.bias_h" in phi:
             rows = torch.cat([rows[:, :-1], rows[:, -1:] + phi["cell.bias_h"][:, None]], dim=1)
         i, f, a, o = rows.chunk(4)
+        # The three σ gates become neighbours, so that one operation takes them all.
         return Folded(torch.cat([i, f, o, a]), None, None, head, head_bias)
     back = phi["cell.highway.feedback.weight_h"]
     gamma = phi["cell.highway.gamma"]
@@ -91,6 +92,7 @@ def gradient_through(
         function: Map from the multiplied-out layers, detached, to the gradients with respect to them and to those with
             respect to the rule's parameters, by their names in the rule.
     """
+    # Detached: φ may have a history of its own, and only the products of `fold` belong on this tape.
     leaves = {name: value.detach().requires_grad_() for name, value in phi.items()}
     with torch.enable_grad():
         folded = fold(optimiser, leaves)
@@ -98,11 +100,13 @@ def gradient_through(
         detached = Folded(*(None if value is None else value.detach() for value in folded))  # type: ignore[arg-type]  # None where the tuple has None
         adjoints, of_rule = function(detached)
     pairs = [
+        # The GPU's kernels sum in float64; the products go back in φ's own dtype.
         (output, adjoint.to(output.dtype))
         for output, adjoint in zip(folded, adjoints, strict=True)
         if output is not None and adjoint is not None
     ]
     outputs, above = zip(*pairs, strict=True)
+    # The rule's parameters are not in the products: they are unused here and come from `of_rule`.
     found = torch.autograd.grad(outputs, list(leaves.values()), above, allow_unused=True)
     gradient = {name: torch.zeros_like(value) for name, value in phi.items()}
     gradient |= {f"rule.{name}": value.to(phi[f"rule.{name}"].dtype) for name, value in of_rule.items()}

@@ -69,6 +69,7 @@ class FusedOptimiser(Optimiser):
         """The same as a function of φ."""
         leaves = pytree.tree_leaves((phi, grads, state, params, loss))
         taped = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves if leaf is not None)
+        # The kernels leave no tape: a derivative through them would be missing without a word.
         if taped or not self._suits(phi, grads, state, params):
             return self.reference.update_with(phi, grads, state, params, loss=loss)
         with torch.no_grad():
@@ -103,6 +104,7 @@ class FusedOptimiser(Optimiser):
         """The same as a function of φ."""
         if not self._suits(phi, grads, state, params):
             return self.reference.update_with(phi, grads, state, params, loss=loss)
+        # In place, two values in one memory would overwrite each other, as would the numbers of an expanded one.
         places = Counter(value.data_ptr() for value in state.coordinates.values())
         own = {
             key: value.contiguous() if places[value.data_ptr()] == 1 else value.clone(memory_format=CONTIGUOUS)
@@ -110,6 +112,7 @@ class FusedOptimiser(Optimiser):
         }
         kind = (grads.dtype, grads.device)
         if (self._update.dtype, self._update.device) != kind or self._update.numel() < grads.numel():
+            # It only grows: problems of several sizes that take turns would otherwise allocate at each step.
             self._update = _empty(grads).view(-1)
         update = self._update[: grads.numel()].view(grads.shape)
         return self._step(phi, grads, state._replace(coordinates=own), params, loss, own, update)
@@ -138,6 +141,7 @@ class FusedOptimiser(Optimiser):
     def _fold(self, phi: Params) -> Folded:
         """The layers multiplied out, anew only where a number of φ is another: that takes longer than to look."""
         if self._folded is None or not all(_equal(value, phi[key]) for key, value in self._folded[0].items()):
+            # φ is usually changed in place: without a copy it would be compared with itself and never look changed.
             copy = {key: value.clone() for key, value in phi.items()}
             self._folded = copy, folding.fold(self.reference, copy)
         return self._folded[1]
@@ -148,4 +152,5 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _empty(like: Tensor) -> Tensor:
+    # Not `empty_like`, which keeps a transposed tensor's strides: callers need flat views of this memory.
     return torch.empty(like.shape, dtype=like.dtype, device=like.device)

@@ -41,6 +41,7 @@ def numbers(window: Window) -> list[int]:
 def root_of(squares: Tensor, layout: Layout, by_fan_in: bool) -> Tensor:
     """R of the mean squares [..., tensors], as `rules.root_mean_square` has it."""
     factors = squares.new_tensor(layout.fan_ins) if by_fan_in else 1
+    # EPS keeps R above 0: a tensor whose directions are all 0 would otherwise divide 0 by 0.
     return ((squares + EPS**2) * factors).sqrt()
 
 
@@ -77,6 +78,7 @@ def statistic_adjoint(
     Returns:
         [T, *batch, tensors] in float64.
     """
+    # Of the square, as in the update: a gradient whose square overflows was skipped, too.
     finite = window.grads.square().isfinite()
     a = torch.zeros_like(window.params)
     for t in reversed(range(len(scales))):
@@ -84,6 +86,7 @@ def statistic_adjoint(
         scaled = scales[t] * a.where(finite[t], 0.0)
         directions[t].mul_(-scaled)
         a = a - rule.weight_decay * scaled
+    # The products have both signs and a tensor has many: a float32 sum would lose digits.
     sums = [part.sum(-1, dtype=torch.float64) for part in window.state.layout.split(directions)]
     return torch.stack(sums, -1) / _measured(rule, window).double().square()
 

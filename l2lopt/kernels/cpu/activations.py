@@ -24,6 +24,7 @@ def tanh_(exponent: Tensor, scratch: Tensor) -> Tensor:
         exponent: 2y / ln 2, overwritten.
         scratch: Memory of the same shape, overwritten.
     """
+    # No clamp below: there E falls to 0, and (0 − 1) / (0 + 1) is right.
     exponent.clamp_(max=100).exp2_()
     torch.add(exponent, 1, out=scratch)
     return exponent.sub_(1).div_(scratch)

@@ -39,6 +39,7 @@ class Block(NamedTuple):
         sizes = [min(WIDTH, size - done) for done in range(0, size, WIDTH)]
 
         def cut(value: Tensor) -> tuple[Tensor, ...]:
+            # All pieces by one call: a view alone costs as much as a small operation.
             return value.narrow(-1, start, size).split_with_sizes(sizes, -1)
 
         before = {key: cut(value) for key, value in self.before.items()}
@@ -72,6 +73,7 @@ class Segments:
         stop, index = start + size, bisect_right(self.ends, start)
         while start < stop:
             end = min(self.ends[index], stop)
+            # An empty tensor ends where the one before it does, and holds nothing.
             if end > start:
                 yield index, end - start
             start, index = end, index + 1

@@ -128,6 +128,7 @@ class CellKernel(ABC):
 
     def __init__(self, folded: Folded, scale: Sequence[float] = ()) -> None:
         self.folded, self.hidden = folded, folded.head.shape[1]
+        # A copy: other steps use the folded layers again, and `adjoint` needs them without the factors.
         self.first = folded.first.clone()
         self.first[:, : len(scale)] *= self.first.new_tensor(scale)
 
@@ -166,6 +167,7 @@ class CellKernel(ABC):
             record: Memory for the derivatives, or None.
         """
         i, f, o, a = self._gates(z, buffers, record)
+        # In place c_next is c, which is read here for the last time.
         torch.mul(f, c, out=c_next).addcmul_(i, a)
         # f is in the record or needed no more: its buffer is free.
         tanh_c = tanh_(torch.mul(c_next, EXPONENT, out=buffers.gates.f), buffers.scratch)
@@ -197,6 +199,7 @@ class CellKernel(ABC):
         torch.mul(dc, record.i, out=gates.i)
         torch.mul(dc, record.f, out=gates.f)
         torch.mul(dc, record.a, out=gates.a)
+        # Only now: the three products above needed the adjoint of c' that this replaces.
         dc.mul_(record.c)
         self._products_backward(record, adjoint)
         adjoint.first.addmm_(z, adjoint.rows.T)
@@ -234,6 +237,7 @@ class LSTMKernel(CellKernel):
 
     def __init__(self, folded: Folded, scale: Sequence[float] = ()) -> None:
         super().__init__(folded, scale)
+        # The rows of a carry the factor that `tanh_` asks for, which saves an operation a step.
         self.first[-self.hidden :] *= EXPONENT
 
     def buffers(self, take: Take, scratch: Tensor) -> Buffers:
@@ -248,6 +252,7 @@ class LSTMKernel(CellKernel):
 
     def adjoint(self, take: Take, below: Tensor) -> Adjoint:
         """The gates' adjoints are the first product's."""
+        # Not `self.first`: derivatives are by tanh's own argument, without EXPONENT.
         rows, first = take("first's adjoint", 4 * self.hidden), self.folded.first
         gates = Gates(*rows.split(self.hidden))
         back, total = first[:, below].T.contiguous(), first.new_zeros(first.shape[::-1])
@@ -279,6 +284,7 @@ class IHCLSTMKernel(CellKernel):
         self.first[n : 2 * n] -= self.first[2 * n : 3 * n]  # F(h) − x by the product itself, one operation less
         self.second, self.biased = folded.second, folded.second_bias is not None
         if folded.second_bias is not None:
+            # With a row of ones in the argument, the products add the bias and sum its gradient.
             self.second = torch.cat([folded.second, folded.second_bias[:, None]], dim=1)
 
     def buffers(self, take: Take, scratch: Tensor) -> Buffers:
@@ -300,6 +306,7 @@ class IHCLSTMKernel(CellKernel):
 
     def adjoint(self, take: Take, below: Tensor) -> Adjoint:
         """Two products'."""
+        # Not `self.first`: the adjoints are those of F(h) and x themselves, not of their difference.
         N, M, first = self.inner, self.hidden, self.folded.first
         assert self.folded.second is not None
         rows, sigmoids = take("first's adjoint", 3 * N + M), take("second's adjoint", 3 * M)
@@ -342,6 +349,7 @@ class IHCLSTMKernel(CellKernel):
         torch.mm(adjoint.second_back, adjoint.sigmoids, out=adjoint.v)
         torch.mul(adjoint.v, record.highway.by_gate, out=of_g)
         torch.mul(adjoint.v, record.highway.gate, out=of_back)
+        # x takes (1 − g) of v's adjoint: what F(h) has left of it, without 1 − g in memory.
         torch.sub(adjoint.v, of_back, out=of_x)
 
 

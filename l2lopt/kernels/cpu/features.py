@@ -46,6 +46,7 @@ def rnnprop(name: str, item: inputs.RNNprop, step_inputs: StepInputs, step: int)
     m_key, v_key = f"{name}.m", f"{name}.v"
     beta1, beta2 = item.beta1, item.beta2
     bias_correction = math.sqrt(1 - beta2**step)
+    # √v̂ + ε times the correction: one number is corrected here instead of all of v.
     eps = item.eps * bias_correction
 
     def write(rows: Sequence[Tensor], block: Block) -> None:
@@ -54,6 +55,7 @@ def rnnprop(name: str, item: inputs.RNNprop, step_inputs: StepInputs, step: int)
         v = _mean_square(block, v_key, beta2)
         scale = torch.sqrt(v, out=g_hat).add_(eps)
         torch.div(m, scale, out=m_hat)
+        # Last, since `scale` lies in this row.
         torch.div(block.grads, scale, out=g_hat)
 
     return FeatureRows([bias_correction / (1 - beta1**step), bias_correction], write)
@@ -88,6 +90,7 @@ def parameter(name: str, item: inputs.Parameter, step_inputs: StepInputs, step: 
 def loss(name: str, item: inputs.Loss, step_inputs: StepInputs, step: int) -> FeatureRows:
     """What the reference makes of each row's loss, as often as the row has coordinates in the block."""
     n = step_inputs.grads.shape[-1]
+    # A row's loss is the same for all its coordinates: one of them is enough to ask for.
     first = step_inputs._replace(grads=step_inputs.grads[..., :1], params=step_inputs.params[..., :1])
     values = item(first, {})[0].flatten(1).tolist()
     segments = Segments([n] * (step_inputs.grads.numel() // max(n, 1)))

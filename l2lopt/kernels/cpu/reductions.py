@@ -27,6 +27,7 @@ class RootMeanSquare:
 
     def squares(self, start: int, directions: Tensor) -> list[tuple[int, float]]:
         """The sums of squares of a block's directions [B], each with the number of its segment."""
+        # A block is short enough for its own dtype; the sum over many blocks is not, see `total`.
         return [(index, float(torch.dot(part, part))) for index, part in self._parts(start, directions)]
 
     def total(self, squares: Iterable[tuple[int, float]], like: Tensor) -> Tensor:

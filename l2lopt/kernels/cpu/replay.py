@@ -154,11 +154,13 @@ def _forward(
     normaliser = _normaliser(rule, trace, window, adjoints) if isinstance(rule, DirectionAndMagnitude) else None
     for t, outputs in enumerate(trace.outputs):
         theta, after = trace.params[t : t + 2]
+        # θ comes from the step before; all other features were written ahead of the steps.
         for column in of_theta:
             trace.z[t][column] = theta
         cell.forward(trace.z[t], c, c_next, trace.hidden[t + 1], buffers, records[t])
         trace.restore(t, c, c_next)
         trace.restore(t, trace.hidden[t], trace.hidden[t + 1])
+        # Two places are enough for c: the way back finds it in the recorded derivatives.
         c, c_next = c_next, c
         torch.addmm(rule.head_bias, rule.head, trace.hidden[t + 1], out=outputs)
         torch.add(theta, _update(t, trace, rule, normaliser), out=after)
@@ -200,6 +202,7 @@ def _replay(
     head = rule.head.T.contiguous()
     sources, a = window.sources.reshape(len(trace.grads), P).unbind(), torch.zeros_like(trace.grads[0])
     below = take("adjoints below", len(of_theta) + M).zero_()
+    # dh lies in `below`, so one product writes it with θ's adjoint; the cell has read dh by then.
     dh, dc = below[len(of_theta) :], take("c's adjoint", M).zero_()
     of_head = torch.zeros_like(head)
     for t in reversed(range(len(trace.grads))):
@@ -207,12 +210,15 @@ def _replay(
         (acting, _), (h, h_passing), (c, c_passing) = (trace.part(t, adjoint) for adjoint in (a, dh, dc))
         by_rule = rule.backward(t, acting, run.normaliser)
         of_head.addmm_(trace.hidden[t + 1], trace.adjoints[t].T)
+        # Where nothing is skipped h is dh itself, and this adds in place.
         torch.addmm(h, head, trace.adjoints[t], out=dh)
         cell.backward(trace.z[t], run.records[t], dh, dc.copy_(c), adjoint, below)
+        # Skipped coordinates' adjoints were kept apart, as no derivative of this step acts on them.
         for to, more in ((dh, h_passing), (dc, c_passing), (a, by_rule), *((a, row) for row in below[: len(of_theta)])):
             if more is not None:
                 to += more
     bias = torch.stack(trace.adjoints).sum((0, 2))
+    # The head ran with this factor multiplied in, so its gradient has it, too.
     return Folded(*cell.gradient(adjoint), of_head.T * rule.factor, bias * rule.factor), rule.gradient()
 
 
@@ -232,6 +238,7 @@ def _normaliser(
         numbers = recorded.spread(numbers.to(window.params.dtype), window.state.layout)
         return numbers.reshape(len(scales), window.params.numel()).unbind()
 
+    # Divided in float64 and rounded once, as in the step, so that the replay has the step's factors.
     factors = each(scales.view(-1, *(1,) * (value.dim() - 1)) / value.double())
     if adjoint is None or weight is None:
         return Normaliser(factors, None, None)
@@ -244,6 +251,7 @@ def _trace(optimiser: Coordinatewise, window: Window, space: Workspace) -> tuple
     T, P, M, F = len(window.grads), like.numel(), optimiser.cell.hidden_size, optimiser.embedding.in_features
     z = space.take("z", T + 1, F + M + 1, P, like=like)
     z[:, F + M] = 1
+    # h' is written straight into the next step's argument: no copy, and it is recorded there.
     hidden = z[:, F : F + M].unbind()
     params = space.take("params", T + 1, P, like=like).unbind()
     outputs, adjoints = (
@@ -255,7 +263,9 @@ def _trace(optimiser: Coordinatewise, window: Window, space: Workspace) -> tuple
 
     finite = window.grads.square().isfinite()
     clean = finite.reshape(T, P).all(1).tolist()
+    # None spares a step that skips nothing every masked operation.
     masks = [None if whole else mask for whole, mask in zip(clean, finite.reshape(T, P), strict=True)]
+    # 0 from the start: a NaN that got in would outlive a multiplication with 0.
     grads = window.grads if all(clean) else window.grads.where(finite, 0.0)
     features, of_theta, at = {}, [], 0
     for name, item in _inputs(optimiser).items():

@@ -139,6 +139,7 @@ class Gated(RuleKernel):
 
     def __init__(self, rule: rules.Gated, folded: Folded, phi: Params, nominal: float = 1.0) -> None:
         super().__init__(rule, folded, phi, nominal)
+        # Plain numbers can go into `alpha`, which saves the products with them an operation each.
         self.weights = [self.phi[name].tolist() for name in ("weight_params", "weight_gates", "bias")]
 
     def forward(self, outputs: Sequence[Tensor], nominal: Tensor | None, block: Block) -> Tensor:
@@ -146,6 +147,7 @@ class Gated(RuleKernel):
         gates = []
         for output, name, by_params, by_gate, bias in zip(outputs, self.rule.memory, *self.weights, strict=True):
             before, after = block.before[f"rule.{name}"], block.after[f"rule.{name}"]
+            # In place `after` is `before`: the gate before is read here, then overwritten.
             output.add_(block.params, alpha=by_params).add_(before, alpha=by_gate).add_(bias)
             gates.append(torch.sigmoid(output, out=after))
         torch.mul(outputs[0].neg_().sigmoid_(), block.params, out=block.update)
@@ -175,6 +177,7 @@ class Gated(RuleKernel):
         adjoint, passing = self.trace.part(t, self._adjoint)
         (f, i), forgotten = self._memory[t + 1].values(), self.trace.output_rows[t][0]
         out, (by_f, by_i) = self.trace.adjoints[t], self.trace.adjoint_rows[t]
+        # 1 − f is the forward's σ of the negative: subtracted from 1, an f near 1 would lose its digits.
         torch.addcmul(adjoint[0], a, self.trace.params[t], out=by_f).mul_(f).mul_(forgotten)
         torch.addcmul(adjoint[1], a, self.trace.grads[t], value=-1, out=by_i).mul_(i).mul_(1 - i)
         self._adjoint = self._by_gates * out
@@ -226,7 +229,9 @@ class DirectionAndMagnitude(RuleKernel):
         decay = self.scale(self.trace.numbers[t]) * self.rule.weight_decay
         scaled = whole = a * normaliser.factors[t]
         if normaliser.adjoints is not None and normaliser.weights is not None:
+            # R was measured without skipped coordinates, so it leads back to none of them.
             d = self.trace.part(t, direction)[0]
+            # −weight · p has a plus here, since p = −S_t a d / R.
             kappa = torch.addcmul(normaliser.adjoints[t], normaliser.weights[t], scaled * d)
             whole = torch.addcmul(scaled, kappa, d)
         torch.mul(whole, magnitude, out=self.trace.adjoint_rows[t][0])

@@ -92,6 +92,7 @@ class CPU(FusedOptimiser):
             bad, squares = self._first_pass(threads, step, whole, statistic)
             if statistic is not None:
                 _second_pass(threads, step, whole, statistic, statistic.total(squares, grads))
+            # Again after the second pass, in which weight decay moves skipped coordinates, too.
             if bad is not None:
                 whole.update[bad] = 0
                 counts = torch.bincount(bad // grads.shape[-1], minlength=prod(batch))
@@ -109,6 +110,7 @@ class CPU(FusedOptimiser):
             results = []
             for block in whole.blocks(*runs[index]):
                 bad = step.run(buffers, block)
+                # Before the squares are summed: a skipped coordinate has no part in the statistic.
                 if bad is not None:
                     block.update[bad] = 0
                 squares = statistic.squares(block.start, block.update) if statistic else []
@@ -116,6 +118,7 @@ class CPU(FusedOptimiser):
             idle.append(buffers)
             return results
 
+        # Results come by number, whichever thread was first: sums over them keep one order.
         results = [result for part in share_out(run, len(runs), threads) for result in part]
         bad = [indices for indices, _ in results if indices is not None]
         return torch.cat(bad) if bad else None, [square for _, squares in results for square in squares]
@@ -161,6 +164,7 @@ class BlockStep(NamedTuple):
             for name, item in optimiser.inputs.items()
         }
         scale = [factor for rows in inputs.values() for factor in rows.scale]
+        # The rule reads the row itself, not the product, so it has to multiply by the row's factor.
         nominal = inputs["rnnprop"].scale[0] if rule.needs else 1.0
         return cls(number, inputs, cell_kernel(folded, scale), KERNELS[type(rule)](rule, folded, phi, nominal))
 
@@ -172,10 +176,12 @@ class BlockStep(NamedTuple):
             their update is left for the caller to clear.
         """
         buffers.cut(block.update.shape[0])
+        # Squares cannot cancel, so one sum shows whether all are finite, and no mask is written.
         if math.isfinite(torch.dot(block.grads, block.grads)):
             self._compute(buffers, block)
             return None
         bad = block.grads.square().isfinite().logical_not().nonzero()[:, 0]  # empty where the sum alone overflows
+        # Copied now, for in place the new state overwrites the old one.
         kept = {key: value[..., bad] for key, value in block.before.items()}
         self._compute(buffers, block._replace(grads=block.grads.index_fill(0, bad, 0.0)))
         for key, value in kept.items():
@@ -186,6 +192,7 @@ class BlockStep(NamedTuple):
         rows = dict(zip(self.inputs, buffers.features, strict=True))
         for name, item in self.inputs.items():
             item.write(rows[name], block)
+        # The product reads this copy; in place, h' goes over the state's h.
         buffers.h.copy_(block.before["cell.h"])
         c, h = block.after["cell.c"], block.after["cell.h"]
         self.cell.forward(buffers.z, block.before["cell.c"], c, h, buffers.cell)
@@ -227,8 +234,10 @@ class StepBuffers:
         self._width = width
         self.z = self._take("z", sum(self._sizes) + self._cell.hidden + 1)
         *features, self.h, one = self.z.split([*self._sizes, self._cell.hidden, 1])
+        # At every cut: in the same memory, another width puts the row of ones at another place.
         one.fill_(1)
         self.features = [rows.unbind() for rows in features]
+        # Only the first product reads h here, so that its rows can be scratch after it.
         self.cell = self._cell.buffers(self._take, self.h)
         self.outputs = self._take("outputs", self._outputs)
         self.output_rows = self.outputs.unbind()
@@ -249,10 +258,12 @@ def _plain(phi: Params, grads: Tensor, state: OptimiserState, params: Tensor) ->
 
 def _runs(count: int) -> list[tuple[int, int]]:
     """Start and size of what a thread takes at once: 2 to 16 blocks, few where there are few."""
+    # By the count alone, never by the threads: blocks and the order of sums stay the same.
     size = WIDTH * min(max(count // WIDTH // 32, 2), 16)
     return [(start, min(size, count - start)) for start in range(0, count, size)]
 
 
 def _flat(value: Tensor, like: Tensor) -> Tensor:
     """[..., *batch, n] with the batch axes and n in one, as a view where it can be."""
+    # What is written to must be contiguous: `reshape` would copy without a word and lose it.
     return value.reshape(*value.shape[: value.dim() - like.dim()], like.numel())

@@ -51,4 +51,5 @@ class Trace(NamedTuple):
         finite = self.finite[t]
         if finite is None:
             return adjoint, None
+        # `where` and not a product with the mask: 0 times an adjoint that is not finite is NaN.
         return adjoint.where(finite, 0.0), adjoint.where(~finite, 0.0)

@@ -18,6 +18,7 @@ class Memory:
 
         It is valid until the same name is taken again.
         """
+        # Kept flat, so that one memory serves shapes that change from call to call.
         size, flat = prod(shape), self._flat.get(name)
         if flat is None or flat.numel() < size or flat.dtype != like.dtype or flat.device != like.device:
             flat = self._flat[name] = torch.empty(size, dtype=like.dtype, device=like.device)

@@ -24,6 +24,7 @@ def refusal(optimiser: Optimiser) -> str | None:
     for kind in kinds:
         if kind not in PLACES:
             return f"an input is not one of the library's: {kind.__name__}"
+        # The kernels' constants have one place for each kind.
         if kinds.count(kind) > 1:
             return f"there are several inputs of one kind, {kind.__name__}"
     if type(optimiser.rule) not in CODES:

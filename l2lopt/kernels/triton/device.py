@@ -26,6 +26,7 @@ MOMENTUM: tl.constexpr = tl.constexpr(len(packing.SLOTS))
 @triton.jit
 def tanh(x):
     """Tanh x = ±(1 − e) / (1 + e) and its derivative 4e / (1 + e)², e = exp(−2|x|); the derivative keeps its digits."""
+    # e is at most 1; exp(2x) would overflow, and ∞ / ∞ is not a number.
     e = tl.exp(-2.0 * tl.abs(x))
     inverse = 1.0 / (1.0 + e)
     size = (1.0 - e) * inverse
@@ -35,6 +36,7 @@ def tanh(x):
 @triton.jit
 def sigmoid(x):
     """1 / (1 + exp(−x))."""
+    # exp may overflow where x is very negative: 1 / ∞ = 0 is right there.
     return 1.0 / (1.0 + tl.exp(-x))
 
 
@@ -43,6 +45,7 @@ def rounded(x, pointer):
     """`x` in the dtype behind `pointer`, rounded to nearest: by hand to bfloat16, as the interpreter cuts bits off."""
     if pointer.dtype.element_ty == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
+        # Half to even: ties go up only where the last bit that stays is 1.
         x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
     return x.to(pointer.dtype.element_ty)
 
@@ -50,6 +53,7 @@ def rounded(x, pointer):
 @triton.jit
 def put(z, rows, at: tl.constexpr, value):
     """`z` with `value` [B] in row `at`."""
+    # A tile cannot be indexed: one row is set by a choice over all of them.
     return tl.where((rows == at)[:, None], value[None, :], z)
 
 
@@ -180,6 +184,7 @@ def rule_forward(h, heads, z, rows, g, theta, forgot, let_in, rule, scale, S: tl
     o₀ − m̂/√v̂ and exp o₁. Any number stands for those that a rule does not have.
     """
     head0, head1, bias0, bias1 = heads
+    # Sums: `tl.dot` would need the head's rows padded to 16, and there are two at most.
     o0 = tl.sum(head0[:, None] * h, axis=0) + bias0
     o1 = tl.sum(head1[:, None] * h, axis=0) + bias1
     first, second, third = o0, o1, o1
@@ -190,6 +195,7 @@ def rule_forward(h, heads, z, rows, g, theta, forgot, let_in, rule, scale, S: tl
         u = tl.load(scale) * value
     elif S.RULE == GATED:
         into_f, into_i = gate(o0, theta, forgot, rule, 0), gate(o1, theta, let_in, rule, 1)
+        # 1 − f is σ of the negative: f is near 1, and the difference would lose its digits.
         first, second, third = sigmoid(into_f), sigmoid(into_i), sigmoid(-into_f)
         u = -third * theta - second * g
     else:
@@ -222,10 +228,12 @@ def step(
         at = wide * row * n + column
         g = tl.load(grads + at, mask=mask, other=0.0).to(tl.float32)
         theta = tl.load(params + at, mask=mask, other=0.0).to(tl.float32)
+        # By the square, which v takes; NaN compares false, so it is caught as well.
         finite = g * g < float("inf")
         tl.store(skipped + block, tl.sum((mask & (finite == 0)).to(tl.int32), axis=0))
         g = tl.where(finite, g, 0.0)
         is_h = ((rows >= S.F) & (rows < S.F + S.M))[:, None]
+        # Rows that are not h's point outside the state; the mask keeps them from being read.
         below = (rows - S.F).to(tl.int64)[:, None] * stride + at[None, :]
         z = tl.load(h + below, mask=is_h & mask[None, :], other=0.0).to(tl.float32)
         z = put(z, rows, S.F + S.M, tl.zeros_like(g) + 1.0)
@@ -236,6 +244,7 @@ def step(
         c_before = tl.load(c + place, mask=there, other=0.0).to(tl.float32)
         h_after, c_after, _, _ = cell_forward(i, f, o, a, c_before)  # c is read late: across products it would spill
         moves = there & finite[None, :]
+        # In place without a race: no other program has these coordinates.
         tl.store(c + place, rounded(c_after, c), mask=moves)
         tl.store(h + place, rounded(h_after, h), mask=moves)
         forgot, let_in = theta, theta
@@ -254,6 +263,7 @@ def squares(values, starts, sizes, sums, n, chunks, B: tl.constexpr, ROUNDS: tl.
     """Each chunk's sum of squares in float64: chunk k of a row has `sizes[k]` values from `starts[k]` on."""
     chunk, row = tl.program_id(0), tl.program_id(1)
     start, size = tl.load(starts + chunk), tl.load(sizes + chunk)
+    # A chunk has one program, so no atomic addition and always the same order.
     total = tl.zeros([B], tl.float64)
     for turn in range(ROUNDS):
         lane = turn * B + tl.arange(0, B)
@@ -281,5 +291,6 @@ def finish(
         d = tl.load(update + at, mask=mask, other=0.0).to(tl.float32) / measured
         if DECAY > 0:
             d -= DECAY * tl.load(params + at, mask=mask, other=0.0).to(tl.float32)
+        # d is 0 already where g is not finite, but weight decay is not.
         u = tl.where(g * g < float("inf"), step_size * d, 0.0)
         tl.store(update + at, rounded(u, update), mask=mask)

@@ -31,6 +31,7 @@ def start(base, state, params, memory, running, mine, at, place, mask, S: tl.con
     is_hidden = (tl.arange(0, S.P) < S.M)[:, None]
     there = is_hidden & mask[None, :]
     tl.debug_barrier()  # the block before has been read
+    # Lanes past the end are stored as 0: the sums run over all lanes, and old memory may hold NaN.
     tl.store(base + of_h, tl.load(h + place, mask=there, other=0.0).to(tl.float32), mask=is_hidden)
     tl.store(base + of_c, tl.load(c + place, mask=there, other=0.0).to(tl.float32), mask=is_hidden)
     tl.store(base + of_theta, tl.load(params + at, mask=mask, other=0.0).to(tl.float32))
@@ -67,6 +68,7 @@ def forward(
 ):  # fmt: skip
     """Step t from its numbers to those of the next step. Without BACK it writes the direction to `directions`."""
     R: tl.constexpr = S.R * S.B
+    # Without BACK there are two slots that take turns, for only the next step reads them.
     here, next_ = base + (t % slots) * R, base + ((t + 1) % slots) * R
     rows, is_hidden = tl.arange(0, S.K), (tl.arange(0, S.P) < S.M)[:, None]
     of_z, of_h, of_c, of_theta, of_forget, of_input = places(S)
@@ -75,6 +77,7 @@ def forward(
     z = tl.load(here + of_z, mask=((rows >= S.F) & (rows < S.F + S.M))[:, None], other=0.0)
     z = put(z, rows, S.F + S.M, tl.zeros_like(g) + 1.0)
     z = look(z, rows, g, theta, finite, mask, running, mine, scalars + t * width, losses + (t * each + row) * 2, S)
+    # The features alone: h is in its rows already, from the step before.
     tl.store(here + of_z, z, mask=(rows < S.F)[:, None])
     i, f, o, a, _, _, _, _ = gates(z, tiles, S)
     h_before = tl.load(here + of_h, mask=is_hidden, other=0.0)
@@ -88,6 +91,7 @@ def forward(
     elif S.DIRECTED:
         if not BACK:
             tl.store(directions + at, u, mask=mask)
+        # 1 past the end: a division by 0 there would bring NaN into sums over all lanes.
         measured = tl.load(statistic + t * each * count + tensor, mask=mask, other=1.0)
         u = tl.load(scale + t) * (u / measured - S.DECAY * theta)
     tl.store(next_ + of_theta, theta + tl.where(finite, u, 0.0))
@@ -114,6 +118,7 @@ def rule_backward(
         s0 = s0 * first
     elif S.RULE == GATED:
         forgot, let_in = gates_before
+        # `third` is 1 − f with all its digits, which a difference would lose, as f is near 1.
         s0 = (acting * theta + tl.where(finite, d_forget, 0.0)) * first * third
         s1 = (tl.where(finite, d_input, 0.0) - acting * g) * second * (1.0 - second)
         d_forget = tl.where(finite, tl.load(rule + 4) * s0, d_forget)
@@ -173,6 +178,7 @@ def products_backward(weights, z, parts, of_first, S: tl.constexpr):
     d1 += tl.dot(p1, z_t, input_precision=S.PRECISION)
     d2 += tl.dot(p2, z_t, input_precision=S.PRECISION)
     d3 += tl.dot(p3, z_t, input_precision=S.PRECISION)
+    # Behind h's columns lies the bias: without the mask it would get into the padding of dh.
     first, is_hidden = weights + hidden[None, :] * K + S.F + hidden[:, None], (hidden < S.M)[:, None]
     u0, u1 = tl.load(first, mask=is_hidden, other=0.0), tl.load(first + P * K, mask=is_hidden, other=0.0)
     u2 = tl.load(first + 2 * P * K, mask=is_hidden, other=0.0)
@@ -208,6 +214,7 @@ def zeros(S: tl.constexpr):
     """The sums of the gradients of two biases, four numbers of the rule, the head and the first layers."""
     P: tl.constexpr = S.P
     K: tl.constexpr = S.K
+    # Biases and the rule's numbers are summed per lane: across lanes once a block, not at every step.
     zero, line = tl.zeros([S.B], tl.float32), tl.zeros([P], tl.float32)
     d0, d1 = tl.zeros([P, K], tl.float32), tl.zeros([P, K], tl.float32)
     d2, d3 = tl.zeros([P, K], tl.float32), tl.zeros([P, K], tl.float32)
@@ -226,6 +233,7 @@ def second_zeros(S: tl.constexpr):
 @triton.jit
 def add_up(total, value):
     """Adds a block's part to a program's own sum in float64."""
+    # No other program has this sum, so a plain load and store do, in one order.
     tl.store(total, tl.load(total) + value.to(tl.float64))
 
 
@@ -304,6 +312,7 @@ def backward(
             p0, p1, p2, p3, of_second = highway_backward(weights, v, parts, g_in, back, of_second, S)
             parts = (p0, p1, p2, p3)
         below, by_theta, of_first = products_backward(weights, z, parts, of_first, S)
+        # A skipped coordinate has 0 below: its adjoints pass the step as they are.
         dh = below + tl.where(finite[None, :], 0.0, dh)
         dc = into_c * f + tl.where(finite[None, :], 0.0, dc)
         a_theta += by_rule

@@ -167,6 +167,7 @@ class KernelShape(NamedTuple):
 
     def pack(self, folded: Folded) -> Tensor:
         """The multiplied-out layers, zero-padded, in one vector."""
+        # Products run over the padding, too: zeros keep the padded rows of a, c and h at 0.
         first, second, bias, head, extra = self._parts(folded.head.new_zeros(sum(self.sizes)))
         for k, rows in enumerate(folded.first.split(self._rows)):
             first[k, : rows.shape[0], : rows.shape[1]] = rows
@@ -219,6 +220,7 @@ def table(optimiser: Coordinatewise, steps: Sequence[int], like: Tensor) -> Tens
 
 
 def _row(optimiser: Coordinatewise, t: int) -> list[float]:
+    # On the host, in float64: 1 − β and 1 − βᵗ lose digits in float32, as β is near 1.
     numbers, momenta = dict.fromkeys(SLOTS, 0.0), []
     for _, item in items(optimiser):
         if isinstance(item, inputs.LogStep):
@@ -260,6 +262,7 @@ def scales(optimiser: Coordinatewise, phi: Params, steps: Sequence[int], like: T
     """The factor of the rule's outputs at each step, [steps]: s, or S_t, without waiting for the GPU."""
     rule = optimiser.rule
     if isinstance(rule, rules.DirectionAndMagnitude):
+        # In float64: exp turns the rounding error of its argument into a relative error of S_t.
         growth = torch.exp(10 * phi["rule.log_scale"].double())
         return step_size(rule, growth, torch.tensor(steps, dtype=torch.float64).to(like.device)).float()
     size = rule.step_size if isinstance(rule, rules.Additive | rules.Bounded) else 1.0

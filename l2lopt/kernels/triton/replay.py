@@ -47,6 +47,7 @@ def _replay(
 ) -> tuple[Folded, Params]:
     """The gradient with respect to `folded` and to the rule's parameters."""
     shape = KernelShape.of(optimiser, PRECISION, WIDTH)
+    # Programs are summed afterwards, in one order: atomic additions would add in that of time.
     found, of_rule = shape.unpack(_run(optimiser, shape, phi, folded, window, adjoints, None).sum(0), folded)
     if isinstance(optimiser.rule, Gated):
         # A gate's bias is added to the head's: their gradients are one.
@@ -89,6 +90,7 @@ def _run(
     coordinates = {name: value.contiguous() for name, value in window.state.coordinates.items()}
     numbers, tensors = recorded.numbers(window), len(layout.sizes)
     slots = T + 1 if directions is None else 2
+    # Long windows leave room for fewer programs, each of which then takes more blocks.
     at_once = min(programs(rows * blocks, like), max(KEPT // (4 * WIDTH * S.R * slots), 1))
     kept = torch.empty(at_once, slots, S.R, WIDTH, device=like.device)
     running = tuple(torch.empty(at_once, WIDTH, device=like.device) for _ in shape.memory)

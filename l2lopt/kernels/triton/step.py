@@ -88,6 +88,7 @@ class Triton(FusedOptimiser):
         )
 
     def _fresh(self, value: Tensor) -> Tensor:
+        # The kernel works in place, so even memory of its own has to begin as the state before.
         return value.clone(memory_format=torch.contiguous_format)
 
     def _step(
@@ -107,6 +108,7 @@ class Triton(FusedOptimiser):
             grads, params, numbers = grads.contiguous(), params.contiguous(), [int(step)]
             scale = packing.scales(reference, phi, numbers, grads)
             blocks = ceil(n / WIDTH)
+            # Each block writes a count of its own: nothing to clear first, no atomic additions.
             skipped = torch.empty(rows, blocks, dtype=torch.int32, device=grads.device)
             device.step[(programs(rows * blocks, grads),)](
                 grads,
@@ -144,6 +146,7 @@ class Triton(FusedOptimiser):
         grid, fixed = (len(chunks.starts), rows), {"B": 1024, "ROUNDS": CHUNK // 1024}
         sums = torch.empty(rows, len(chunks.starts), dtype=torch.float64, device=grads.device)
         device.squares[grid](update, chunks.starts, chunks.sizes, sums, n, sums.shape[1], **fixed)
+        # Not `index_add`: on a GPU it adds by atomics, in an order that depends on time.
         totals = torch.segment_reduce(sums.T.contiguous(), "sum", lengths=chunks.counts).T
         means = layout.tensors.mean_of_sums(DIRECTION, totals.reshape(*batch, -1))
         measured = root_of(means, layout, rule.by_fan_in).to(torch.float32)
