@@ -98,6 +98,7 @@ def affine(bias: Tensor | None, *products: tuple[Tensor, Tensor]) -> Tensor:
     shape = products[0][1].shape[1:]
     total = None if bias is None else bias[:, None]
     for weight, x in products:
+        # `addmm` knows matrices only, so all axes of columns become one.
         columns = x.reshape(x.shape[0], -1)
         total = weight @ columns if total is None else torch.addmm(total, weight, columns)
     assert total is not None

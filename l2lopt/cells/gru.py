@@ -64,6 +64,7 @@ class GRU(Cell):
     def _reset_before(self, from_x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         sizes = [2 * self.hidden_size, self.hidden_size]
         gates_x, a_x = from_x.split(sizes)
+        # Two products: r and i need h alone, but a needs r∘h.
         weight, weight_a = self.weight_h.split(sizes)
         bias, bias_a = (None, None) if self.bias_h is None else self.bias_h.split(sizes)
         r, i = (gates_x + affine(bias, (weight, h))).chunk(2)

@@ -35,6 +35,7 @@ class SRU(Cell):
         """One time step; the output is h', the state c' alone."""
         self.check(x, state)
         c = state["c"]
+        # The recurrence of this cell is element-wise, so x alone takes part in the one product.
         f, p, a = affine(None, (self.weight_x, x)).chunk(3)
         f, p = (
             shifted(gate + column(weight, c) * c, bias)

@@ -32,6 +32,7 @@ class Stacked(Cell):
         self.check(x, state)
         after: CellState = {}
         for index, layer in enumerate(self.cells()):
+            # The dot keeps layer 1 apart from layer 10.
             own = {name.removeprefix(f"{index}."): v for name, v in state.items() if name.startswith(f"{index}.")}
             x, own = layer(x, own)
             after |= {f"{index}.{name}": value for name, value in own.items()}

@@ -60,6 +60,7 @@ def run_jobs(run: Callable[[J, Report], object], jobs: Sequence[J], processes: i
         numbers = {worker.pid: str(number) for number, worker in enumerate(workers, 1)}
         try:
             while waiting:
+                # A second at most: progress is shown, and dead processes are found, while no job ends.
                 done, waiting = wait(waiting, timeout=1, return_when=FIRST_COMPLETED)
                 while not events.empty():
                     process, stage, *event = events.get()
@@ -99,6 +100,7 @@ def _run_job(run: Callable[[J, Report], object], job: J) -> bool:
     last: dict[str, float] = {}
 
     def send(stage: str, done: int, total: int, figures: Mapping[str, float]) -> None:
+        # Events are thinned out: `put` would wait if the pipe were full, and the job with it.
         if (now := time.monotonic()) - last.get(stage, -math.inf) < 1 and done not in (0, total):
             return
         last[stage] = now
@@ -122,6 +124,7 @@ def load_result(path: Path, work: Mapping[str, Any]) -> dict[str, Any] | None:
     """
     try:
         facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        # Compared after a round through JSON, as in the file: tuples are lists there.
         return facts if facts.pop("work") == json.loads(json.dumps(work)) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

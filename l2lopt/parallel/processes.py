@@ -109,6 +109,7 @@ def on_first(work: Callable[[], T]) -> T:
         try:
             outcome = [work()]
         except UserError as error:
+            # Any other error ends rank 0, and the other ranks see its connection closed.
             outcome = [error]
     with _answering():
         dist.broadcast_object_list(outcome, src=0)
@@ -119,6 +120,7 @@ def on_first(work: Callable[[], T]) -> T:
 
 
 def _on_cpu(tree: T) -> T:
+    # A pickled CUDA tensor is restored on the sender's device, which may not be the receiver's.
     moved: T = pytree.tree_map_only(Tensor, Tensor.cpu, tree)
     return moved
 

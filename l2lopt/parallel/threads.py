@@ -47,13 +47,16 @@ def share_out(work: Callable[[int], T], count: int, threads: int) -> list[T]:
         threads: Largest number of threads, the calling one included; fewer if there are less than two units for each.
     """
     results: list[T | None] = [None] * count
+    # One iterator for all threads: a number goes to the first thread that asks, and to no other.
     remaining = iter(range(count))
 
     def take() -> None:
         # Every thread sets this for itself: the setting reaches the calling thread and threads not yet started alone.
         torch.set_num_threads(1)
+        # The gradient mode belongs to a thread as well, and is on at first in each.
         with torch.no_grad():
             for index in remaining:
+                # Each result has its place, so it does not matter which thread ends first.
                 results[index] = work(index)
 
     helpers = max(min(threads, count // 2), 1) - 1
@@ -61,8 +64,10 @@ def share_out(work: Callable[[int], T], count: int, threads: int) -> list[T]:
     try:
         take()
     finally:
+        # Even if `take` has raised: a helper must not go on with the caller's work after the call has ended.
         wait(futures)
     for future in futures:
+        # Raises what a helper has raised; its results would otherwise be missing without a word.
         future.result()
     return results  # type: ignore[return-value]  # no work is left
 

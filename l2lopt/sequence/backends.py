@@ -128,14 +128,17 @@ def run(
         return loop.run(cell, x, state, lengths, reverse)
     name, reason = backend(cell, x, lengths)
     if name == "loop":
+        # Without steps the loop costs nothing, so "fast" has no reason to refuse.
         if choice == "fast" and x.numel():
             expected, remedy = "a call with a hand-derived pass", "choose 'auto' or 'loop'"
             raise UserError("backend 'fast'", expected=expected, found=str(reason), remedy=remedy)
         return loop.run(cell, x, state, lengths, reverse)
+    # A hand-derived pass never calls the cell, whose `forward` would check this.
     cell.check(x[0], state)
     if type(cell) is not Stacked:
         return RUNS[name](cell, x, state, lengths, reverse)
     after: CellState = {}
+    # Layer by layer over all steps, instead of step by step over all layers: each layer then has its own pass.
     for index, layer in enumerate(cell.cells()):
         own = {key.removeprefix(f"{index}."): v for key, v in state.items() if key.startswith(f"{index}.")}
         x, own = run(layer, x, own, lengths, reverse, choice)

@@ -52,6 +52,7 @@ class Graphs:
     failed: bool = False
 
 
+# Weak keys: the graphs go when their cell goes.
 _OF: "weakref.WeakKeyDictionary[Cell, Graphs]" = weakref.WeakKeyDictionary()
 
 
@@ -81,6 +82,7 @@ def _apply(call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
     if not training or graphs.failed or torch.cuda.is_current_stream_capturing():
         return ByHand.apply(call, *tensors)  # type: ignore[no-any-return]  # autograd.Function has no types
     lengths = () if call.lengths is None else (call.lengths,)
+    # All that is fixed in a recorded graph: shapes, precisions, direction, and which gradients it computes.
     kinds = tuple((value.shape, value.dtype, value.requires_grad) for value in (*lengths, *tensors))
     key = (kinds, call.reverse, call.dtype, call.autocast)
     graphs.seen[key] += 1
@@ -115,6 +117,7 @@ def _recorded(
         given = replace(alone, lengths=arguments[0]) if lengths else alone
         return ByHand.apply(given, *arguments[len(lengths) :])  # type: ignore[no-any-return]  # autograd.Function has no types
 
+    # Clones: these become the static inputs of the graph, which every replay overwrites.
     samples = tuple(value.detach().clone().requires_grad_(value.requires_grad) for value in (*lengths, *tensors))
     with torch.autocast(tensors[0].device.type, enabled=False):
         return torch.cuda.make_graphed_callables(forward, samples, allow_unused_input=True)  # type: ignore[return-value]  # a callable for a callable, and a tuple for several

@@ -38,6 +38,7 @@ def run(
             following = {name: torch.where(alive[t], value, state[name]) for name, value in following.items()}
         outputs.append(output)
         state = following
+    # `torch.stack` refuses an empty list.
     if not outputs:
         return x.new_zeros(0, cell.hidden_size, *x.shape[2:]), state
     return torch.stack(outputs[::-1] if reverse else outputs), state

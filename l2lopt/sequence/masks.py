@@ -97,4 +97,5 @@ def masked(direction: nn.Module, place: str, masks: Mapping[str, Tensor]) -> dic
     """
     parameters = direction.named_parameters()
     named = ((name, weight, place + name.removeprefix("cell.")) for name, weight in parameters)
+    # A product on autograd's tape: the gradient reaches the unmasked parameter.
     return {name: weight * masks[mask] for name, weight, mask in named if mask in masks}

@@ -28,6 +28,7 @@ def check_lengths(lengths: Lengths, steps: int, batch: tuple[int, ...], device: 
             or outside [0, T].
     """
     given = (
+        # An empty list would become floating-point numbers, which are refused below.
         lengths if isinstance(lengths, Tensor) else torch.tensor(lengths, dtype=None if len(lengths) else torch.int64)
     )
     if not batch:
@@ -46,6 +47,7 @@ def check_lengths(lengths: Lengths, steps: int, batch: tuple[int, ...], device: 
         where, found = f"lengths{index}", str(given[tuple(index)].item())
         remedy = "cut the length, or pad x to the longest sequence"
         raise UserError(where, expected=f"0 to T = {steps}", found=found, remedy=remedy)
+    # None where nothing is padded: steps need no masks then, and cuDNN's LSTM can run, which takes no lengths.
     return None if bool((given == steps).all()) else given.to(device)
 
 
@@ -56,6 +58,7 @@ def unpack(packed: PackedSequence) -> tuple[Tensor, Tensor]:
 
 def pack_like(packed: PackedSequence, x: Tensor, lengths: Tensor) -> PackedSequence:
     """Padded sequences x [T, B, M] in the caller's order, packed as `packed` is."""
+    # By the given indices, not by a new sort, which might order sequences of equal length in another way.
     if packed.sorted_indices is not None:
         x, lengths = x.index_select(1, packed.sorted_indices), lengths[packed.sorted_indices.to(lengths.device)]
     data = pack_padded_sequence(x, lengths).data

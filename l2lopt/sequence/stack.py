@@ -139,6 +139,7 @@ class Stack(nn.Module):
         """
         steps, *batch = (x.movedim(-2, 0) if self.batch_first else x).shape[:-1]
         some = None if lengths is None else torch.empty(batch)
+        # One number, expanded: the choice depends on shape, precision and device, not on values.
         one = x.new_empty(1)
         return {
             f"{i}.{k}": backend(direction.cell, one.expand(steps, direction.cell.input_size, *batch), some)
@@ -165,6 +166,7 @@ class Stack(nn.Module):
             outputs = []
             for k, direction in enumerate(layer):
                 weights = m.masked(direction, f"{i}.{k}.", masks)
+                # Replaced for this call alone, so that the parameters stay unmasked.
                 output, final = functional_call(direction, weights, (x, next(states), alive))
                 outputs.append(output)
                 finals.append(final)

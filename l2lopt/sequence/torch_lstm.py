@@ -20,8 +20,10 @@ def run(
     h, c = (state[name].movedim(0, -1).reshape(1, -1, cell.hidden_size) for name in ("h", "c"))
     second = torch.zeros_like(cell.bias) if cell.bias_h is None else cell.bias_h
     weights = [cell.weight_x, cell.weight_h, cell.bias, second]
+    # The kernel has no single reversed direction, so time is flipped on both sides of it.
     outputs, h, c = torch.lstm(
         rows.flip(0) if reverse else rows,
+        # cuDNN refuses states that are not contiguous, and `movedim` gives views.
         (h.contiguous(), c.contiguous()),
         weights,
         has_biases=True,

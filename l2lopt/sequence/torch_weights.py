@@ -50,6 +50,7 @@ def from_torch(module: nn.RNNBase) -> Stack:
 
 def _weights(module: nn.RNNBase, suffix: str) -> dict[str, Tensor]:
     """Copies of one direction's weights."""
+    # The underscore in "_l0" keeps this layer apart from layer 10.
     given = {name: p.detach().clone() for name, p in module.named_parameters() if name.endswith(suffix)}
     weights = {name.removesuffix(suffix): value for name, value in given.items()}
     zeros = weights["weight_ih"].new_zeros(len(weights["weight_ih"]))

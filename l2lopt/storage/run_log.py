@@ -40,22 +40,26 @@ class Records:
 
         path = folder / "metrics.jsonl"
         if path.exists():
+            # Rewritten before it is opened to append: new lines would join one that a kill has cut short.
             write_text(path, "".join(_standing(path, after, pending)))
         self._lines = path.open("a", encoding="utf-8")
         self._board = SummaryWriter(str(folder), max_queue=1000, purge_step=after + 1)
 
     def write(self, stage: str, step: int, figures: Mapping[str, float]) -> None:
         """Appends {"stage", "step", figures…}; a figure that is not finite is null."""
+        # JSON has no NaN: Python would write one, and most other readers would refuse the line.
         line = {"stage": stage, "step": step} | {
             name: value if math.isfinite(value) else None for name, value in figures.items()
         }
         self._lines.write(json.dumps(line) + "\n")
+        # At every line, so that a killed run keeps all that it has logged.
         self._lines.flush()
         for name, value in figures.items():
             self._board.add_scalar(f"{stage}/{name}", value, step)
 
     def show(self, name: str, step: int, images: "Tensor") -> None:
         """Puts the images side by side into TensorBoard."""
+        # `clamp` lets NaN through, which no pixel can show.
         self._board.add_images(name, images.nan_to_num().clamp(0, 1), step)
 
     def close(self) -> None:
@@ -84,11 +88,13 @@ def written_whole(path: Path) -> Iterator[Path]:
         path: File to write; its folder is made if need be.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    # In the same folder: a rename from one file system to another fails.
     handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=path.suffix, dir=path.parent)
     os.close(handle)
     temporary = Path(name)
     try:
         yield temporary
+        # `mkstemp` makes files that only their owner can read.
         temporary.chmod(0o644)
         temporary.replace(path)
     finally:

@@ -136,6 +136,7 @@ def load(path: str | Path, *, trusted: bool = False) -> Optimiser:
         expected = ", ".join(f"{name} {list(wanted[name]) if name in wanted else 'absent'}" for name in odd)
         came = ", ".join(f"{name} {list(found[name]) if name in found else 'absent'}" for name in odd)
         raise UserError(str(path), expected=expected, found=came, remedy=remedy)
+    # Not strict: the comparison above has found whatever is missing or odd.
     optimiser.load_state_dict(tensors, strict=False)
     return optimiser
 
@@ -151,8 +152,11 @@ def digest(optimiser: Optimiser) -> str:
     """
     what = _canonical(optimiser.description) if _is_as_described(optimiser) else _by_hand(optimiser)
     found = hashlib.sha256(json.dumps(what, sort_keys=True, default=_written).encode())
+    # Sorted, so that the order of registration does not count.
     for name, value in sorted(_numbers(optimiser).items()):
+        # With precision and shape: the same bytes may stand for other numbers.
         found.update(f"{name} {value.dtype} {list(value.shape)}".encode())
+        # As bytes, since NumPy has no bfloat16; flat first, since PyTorch cannot view a scalar as bytes.
         found.update(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return f"{DIGEST}:{found.hexdigest()[:16]}"
 

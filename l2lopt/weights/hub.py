@@ -61,6 +61,7 @@ def pull(repo: str, *, revision: str | None = None, token: str | None = None) ->
     """
     with _hub(repo) as hub:
         path = Path(hub.HfApi(token=token).hf_hub_download(repo, FILE, revision=revision))
+    # Loaded once here, so that a foreign file is refused now and not when it is used.
     files.load(path)
     return path
 

@@ -43,11 +43,13 @@ def run(
     assert not isinstance(sweep, str)
     kind, batch, weights = x.device.type, x.shape[2:], dict(cell.named_parameters())
     autocast = torch.is_autocast_enabled(kind)
+    # One weight stands for all: `backends.refusal` lets no cell through whose weights have several precisions.
     first = next(iter(weights.values()))
     dtype = torch.get_autocast_dtype(kind) if autocast else first.dtype
     flat = None if lengths is None else lengths.reshape(-1)
     names = tuple(state)
     call = Call(sweep, cell, names, tuple(weights), flat, reverse, autocast, dtype)
+    # All batch axes become one, so a pass knows [T, B, N] and [B, size] only; without batch axes B is 1.
     states = (value.movedim(0, -1).reshape(-1, value.shape[0]) for value in state.values())
     rows = x.movedim(1, -1).reshape(x.shape[0], -1, x.shape[1])
     outputs, *final = through(call, rows, *states, *weights.values())

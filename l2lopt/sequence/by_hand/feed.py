@@ -58,6 +58,7 @@ class Feed(ABC):
 
     def buffer(self, name: str, size: int) -> Tensor:
         """A tensor [T, B, size] of the tape; made when it is first asked for."""
+        # On the tape, so that the backward pass finds in it what the steps have written.
         if name not in self.tape:
             self.tape[name] = products.room(self.z, *self.z.shape[:2], size)
         return self.tape[name]

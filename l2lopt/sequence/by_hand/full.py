@@ -16,6 +16,7 @@ class Full(Feed):
         out = self.part(self.z, "hoisted").flatten(0, 1)
         products.write(out, self.x.flatten(0, 1), self.w["W"], self.w.get("b"))
         if "alone" in self.blocks:
+            # W does not reach these blocks and their memory is not zeroed: the steps would add R h to anything.
             alone = self.part(self.z, "alone")
             alone.copy_(self.w["b_h"]) if "b_h" in self.w else alone.zero_()
         self.gates, self.r = self.part(self.z, "product").unbind(0), products.Repeated(self.w["R"])
@@ -26,6 +27,7 @@ class Full(Feed):
 
     def prepare_back(self, d: Tensor) -> None:
         """Views of the adjoints of R h, one for each step."""
+        # R is transposed, because `Repeated` multiplies by the transpose of what it gets.
         self.d, self.adjoints, self.r = d, self.part(d, "product").unbind(0), products.Repeated(self.w["R"].t())
 
     def step_back(self, t: int, dh: Tensor) -> None:
@@ -55,12 +57,14 @@ class ResetBefore(Feed):
         products.write(self.z.flatten(0, 1), self.x.flatten(0, 1), self.w["W"], self.w.get("b"))
         m = self.h.shape[2]
         self.gates, self.reset = self.part(self.z, "product").unbind(0), self.z[..., :m].unbind(0)
+        # r∘h of every step is kept: the gradient of R_A then is one product over all of them.
         self.candidate, self.rh = self.part(self.z, "candidate").unbind(0), self.buffer("rh", m).unbind(0)
         self.r_gates, self.r_a = (products.Repeated(r) for r in self.w["R"].split([2 * m, m]))
 
     def step(self, t: int, h: Tensor) -> None:
         """r, i = σ(…) and the argument of a."""
         self.r_gates.add(self.gates[t], h)
+        # Here and not in the pass: the second product needs r already, so this cell's `sigmoid` is empty.
         self.gates[t].sigmoid_()
         torch.mul(self.reset[t], h, out=self.rh[t])
         self.r_a.add(self.candidate[t], self.rh[t])
@@ -76,6 +80,7 @@ class ResetBefore(Feed):
     def step_back(self, t: int, dh: Tensor) -> None:
         """R_Aᵀ d_a is the adjoint of r∘h; then Rᵀ d."""
         self.r_a.write(self.d_rh, self.d_candidate[t])
+        # Before the last product, which reads the adjoints of r and i together.
         self.d_reset[t].mul_(self.d_rh)
         dh.addcmul_(self.d_rh, self.reset[t])
         self.r_gates.add(dh, self.d_gates[t])

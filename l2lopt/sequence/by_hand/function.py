@@ -69,6 +69,8 @@ class ByHand(torch.autograd.Function):
                 prepared = call.sweep.prepare(leaves)
             dtype = next(iter(weights.values())).dtype
             state = {name: value.to(dtype) for name, value in state.items()}
+            # Only matrices have the precision of the products; biases and diagonals act on the states element by
+            # element.
             w = {name: v.detach().to(call.dtype if v.dim() == 2 else dtype) for name, v in prepared.items()}
             time = call.time_order(x)
             outputs, final, tape = call.sweep.forward(time, time.visible(x).to(dtype), state, w)
@@ -83,6 +85,7 @@ class ByHand(torch.autograd.Function):
         count = 1 + len(call.states) + len(call.weights)
         saved = ctx.saved_tensors  # read once: under activation checkpointing a second read raises
         x, *tensors = saved[:count]
+        # Gradients are on in a backward pass only if it is to be differentiated again (`create_graph`).
         if torch.is_grad_enabled():
             return None, *_through_the_loop(call, ctx.needs_input_grad[1:], [x, *tensors], adjoints)
         names, rest = ctx.names, saved[count:]
@@ -115,6 +118,7 @@ def _pulled_back(leaves: Params, prepared: Params, adjoints: Params) -> Params:
         list(outputs.values()),
         list(inputs.values()),
         [adjoints[name].view_as(value) for name, value in outputs.items()],
+        # The caller may go backward a second time, and then needs this small graph again.
         retain_graph=True,
         allow_unused=True,
     )

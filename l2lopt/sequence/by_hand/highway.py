@@ -41,6 +41,7 @@ class Simplified(Feed):
         """Memory for dv, and views for each step."""
         self.d, self.adjoints = d, self.part(d, "product").unbind(0)
         self.back = {name: products.Repeated(self.w[name].t()) for name in REPEATED if name in self.w}
+        # All of dv is kept: after the loop dx needs it, and so may the gradients of the weights of v.
         self.dv = products.room(d, *self.x.shape)
         self.dvs = self.dv.unbind(0)
 
@@ -103,6 +104,7 @@ class Highway(Simplified):
         n = self.x.shape[2]
         both = self.buffer("u g", 2 * n)
         self.u, self.g, self.both = both[..., :n].unbind(0), both[..., n:].unbind(0), both.unbind(0)
+        # The product with J adds to both halves at once: u starts from zero, and g from what does not depend on h.
         if "W_G" in self.w:
             products.write(both[..., n:].flatten(0, 1), self.x.flatten(0, 1), self.w["W_G"], self.w["b_G"])
             both[..., :n].zero_()
@@ -120,6 +122,7 @@ class Highway(Simplified):
             else:
                 self.there["U"].write(u, h)
             self.there["gamma"].add(g, u if "on_u" in self.blocks else h)
+        # σ works in place: the backward pass needs the value of g and not its argument.
         torch.lerp(self.xs[t], u, g.sigmoid_(), out=self.v[t])
 
     def prepare_back(self, d: Tensor) -> None:
@@ -136,10 +139,12 @@ class Highway(Simplified):
 
     def mix_back(self, t: int, dh: Tensor) -> None:
         """The adjoints of u and of g's argument, and their contribution to dh."""
+        # dv multiplies the factors of u and of g alike, so one operation serves both.
         self.d_pairs[t].mul_(self.dvs[t].unsqueeze(1))
         if "J" in self.w:
             self.back["J"].add(dh, self.d_boths[t])
             return
+        # Where Γ acts on u, the adjoint of u is complete only with its part, and U must pass on the whole.
         self.back["gamma"].add(self.d_u[t] if "on_u" in self.blocks else dh, self.d_g[t])
         if "omega" in self.w:
             dh.addcmul_(self.d_u[t], self.w["omega"])
@@ -165,6 +170,7 @@ class Highway(Simplified):
     def input_gradient(self) -> Tensor:
         """Through a, g and v."""
         _, g, _, d_g = self._halves()
+        # v has the term (1 − g)∘x; the result may lie over dv, as nothing after this needs dv itself.
         self.dv.addcmul_(self.dv, g, value=-1)
         if "W_G" in self.w:
             self.dv.add_(products.back(d_g, self.w["W_G"]))

@@ -41,6 +41,7 @@ def plan(cell: Cell, fold: bool = False) -> Sweep | str:
             product over all time beforehand and another for dx: on a CPU two products are 1.0 to 3 times as fast,
             forward and backward. A GPU waits for launches, so that fewer products count for more.
     """
+    # `type` and not `isinstance`: a subclass may compute something else.
     if type(cell) is Simplified:
         core = CORES.get(type(cell.core))
         return (
@@ -85,6 +86,7 @@ def _fastgrnn(cell: Cell) -> Sweep:
 
 def _shares(beta: Tensor, kappa: Tensor | None) -> Params:
     """β and κ, for which the pass gives gradients, and −β and β + κ, with which it computes."""
+    # All are tensors: a Python number would have to be read back from a GPU.
     shares = {"beta": torch.sigmoid(beta)} | ({} if kappa is None else {"kappa": torch.sigmoid(kappa)})
     return shares | {"minus_beta": -shares["beta"], "share": sum(shares.values(), torch.zeros_like(beta))}
 
@@ -100,9 +102,12 @@ def _gru(cell: Cell) -> Sweep:
         bias_h = w["bias_h"] if "bias_h" in w else torch.cat([zeros] * 3)
         gate = w.get("gate_bias", zeros)
         if not after:
+            # Here no gate multiplies a bias, so all of them act through their sum.
             b = b + bias_h + torch.cat([zeros, gate, zeros])
             return {"W": w["weight_x"], "R": w["weight_h"], "b": b}
+        # The candidate's part of the second bias stays alone, as r multiplies it.
         b = b + torch.cat([bias_h[:m], bias_h[m : 2 * m] + gate, zeros])
+        # Rolled, so that the rows of W (a, r, i) and those of U (r, i, q) are each one range of a, r, i, q.
         return {"W": w["weight_x"].roll(m, 0), "R": w["weight_h"], "b": b.roll(m), "b_h": bias_h[2 * m :]}
 
     p = pointwise.GRU(cell.update, cell.reset)
@@ -143,6 +148,7 @@ def _core(w: Params) -> Params:
 
 def _residual(w: Params, diagonal: bool) -> Params:
     alpha, back = torch.sigmoid(w["highway.alpha"]), w["highway.feedback.weight_h"]
+    # α goes into U once a call, instead of into U h at every step.
     return _core(w) | ({"omega": alpha * torch.tanh(back)} if diagonal else {"U": alpha.unsqueeze(1) * back})
 
 
@@ -152,6 +158,7 @@ def _folded(w: Params, diagonal: bool) -> Params:
     r = w_v * torch.sigmoid(w["highway.alpha"])
     r = r * torch.tanh(back) if diagonal else r @ back
     if "b" in core:
+        # The joint product has the candidate's rows too, which have no bias.
         core["b"] = torch.cat([core["b"], core["b"].new_zeros(len(w_a))])
     return core | {"W": torch.cat([w_v, w_a]), "R": r}
 

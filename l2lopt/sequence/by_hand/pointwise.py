@@ -69,6 +69,7 @@ class Pointwise(ABC):
 
 def sigmoid_back(d: Tensor, adjoint: Tensor, value: Tensor) -> None:
     """Writes d = adjoint∘value∘(1 − value)."""
+    # Autograd's own kernel: one pass without temporaries, and d may be the adjoint itself.
     torch.ops.aten.sigmoid_backward.grad_input(adjoint, value, grad_input=d)
 
 
@@ -100,13 +101,16 @@ class RNN(Pointwise):
         if self.activation == "tanh":
             tanh(s.z[0], s.h_next)
         else:
+            # `torch.relu` has no `out`.
             torch.clamp(s.z[0], min=0, out=s.h_next)
 
     def factors(self, d: Sequence[Tensor], s: PointwiseStep, w: Params) -> tuple[Tensor | None, Tensor | None]:
         """Writes f'(z)."""
         if self.activation == "tanh":
+            # d holds the ones that the kernel multiplies, then its result: no memory is needed beside it.
             tanh_back(d[0], d[0].fill_(1), s.h_next)
         else:
+            # The derivative at 0 is 0, as that of PyTorch's relu.
             torch.gt(s.h_next, 0, out=d[0])
         return None, None
 
@@ -126,9 +130,11 @@ class LSTM(Pointwise):
         """Writes c', tanh c' and h'."""
         i, f, o, a = (s.z[k] for k in self.order)
         if not self.core:
+            # In PyTorch's order a lies between f and o, so o is outside the range that the loop treats in one call.
             o.sigmoid_()
             tanh(a, a)
         torch.mul(f, s.c, out=s.c_next).addcmul_(i, a)
+        # Kept, because two factors of the backward pass need tanh c'.
         tanh(s.c_next, s.kept)
         torch.mul(o, s.kept, out=s.h_next)
 
@@ -141,6 +147,7 @@ class LSTM(Pointwise):
         da.copy_(i) if self.core else tanh_back(da, i, a)
         k = torch.empty_like(s.kept)
         tanh_back(k, o, s.kept)
+        # f itself and no copy: the loop over time only reads it.
         return k, f
 
 
@@ -157,6 +164,7 @@ class FastGRNN(Pointwise):
         f, a = s.z
         if not self.core:
             tanh(a, a)
+        # −β and β + κ come as tensors: as a Python number each would have to be read back from the GPU.
         torch.addcmul(s.h, a, w["minus_beta"], out=s.h_next).mul_(f).addcmul_(a, w["share"])
 
     def factors(self, d: Sequence[Tensor], s: PointwiseStep, w: Params) -> tuple[Tensor | None, Tensor | None]:
@@ -196,6 +204,7 @@ class GRU(Pointwise):
         if self.after:
             a.addcmul_(r, s.z[3])
         tanh(a, a)
+        # One operation without temporaries, instead of a subtraction, two products and a sum.
         torch.lerp(*((a, s.h) if self.kept else (s.h, a)), i, out=s.h_next)
 
     def factors(self, d: Sequence[Tensor], s: PointwiseStep, w: Params) -> tuple[Tensor | None, Tensor | None]:
@@ -206,6 +215,7 @@ class GRU(Pointwise):
         sigmoid_back(di, di, i)
         tanh_back(da, share if self.kept else i, a)
         if self.after:
+            # a = tanh(z + r∘q): the factor of z is that of the whole argument, and q and r share it.
             torch.mul(da, r, out=d[3])
             torch.mul(da, s.z[3], out=dr)
             sigmoid_back(dr, dr, r)
@@ -257,6 +267,7 @@ class SRUCore(Pointwise):
         sigmoid_back(dp, dp, p)
         torch.sub(1, f, out=da)
         torch.sub(1, p, out=dx)
+        # Views of the tape: the loop over time only reads them.
         return p, f
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 def write(out: Tensor, x: Tensor, w: Tensor, bias: Tensor | None = None) -> None:
     """Out = x wᵀ (+ bias), for x [B, N] and out [B, K]."""
     if w.dtype != out.dtype:
+        # Under autocast: `torch.mm` refuses an `out` of another precision than its arguments.
         product = x.to(w.dtype) @ w.t()
         torch.add(product, bias, out=out) if bias is not None else out.copy_(product)
     elif bias is None:
@@ -62,6 +63,7 @@ def packs() -> bool:
     """Whether this PyTorch has oneDNN's packed product with the signature used here, and it computes x wᵀ."""
     x, w = torch.randn(3, 64), torch.randn(64, 64)
     try:
+        # By numbers: an operator whose meaning has changed need not raise.
         return torch.allclose(_packed_product(x, _pack(w)), x @ w.t(), atol=1e-3)
     except (AttributeError, NotImplementedError, RuntimeError, TypeError):
         return False
@@ -98,4 +100,5 @@ def room(like: Tensor, *shape: int) -> Tensor:
     MKL's products take up to 1.5 times as long if they write into rows of another length, such as 650 numbers.
     """
     unit = 64 // like.element_size()
+    # Not zeroed: whoever asks for this memory writes all of it before reading.
     return like.new_empty(*shape[:-1], -(-shape[-1] // unit) * unit)[..., : shape[-1]]

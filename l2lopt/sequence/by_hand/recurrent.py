@@ -58,9 +58,11 @@ class Recurrent(Sweep):
                 gates[t].sigmoid_()
             p.forward(s, w)
             if time.alive is not None:
+                # An ended sequence keeps its state, so one index has the final state of all, however long they are.
                 torch.where(time.alive[t], s.h_next, s.h, out=s.h_next)
                 if p.with_c:
                     torch.where(time.alive[t], s.c_next, s.c, out=s.c_next)
+        # Clones: a caller may change the outputs in place, and the tape must not change with them.
         outputs = every.h_next.clone() if time.alive is None else time.visible(every.h_next)
         return outputs, {name: tape[name][time.ends()[1]].clone() for name in state}, tape
 
@@ -71,14 +73,17 @@ class Recurrent(Sweep):
         p, every = self.pointwise, self._every(time, tape)
         steps, m = len(x), every.h.shape[2]
         dhs = time.adjoints(adjoints.outputs, adjoints.state["h"])
+        # A clone, because the loop multiplies it in place and the adjoint that came in belongs to autograd.
         dc = adjoints.state["c"].clone() if p.with_c else None
         d = products.room(x, *tape["z"].shape)
+        # d holds the factors at first; multiplied by dh or dc in the loop, they become the adjoints.
         k, direct = p.factors(d.unflatten(2, (p.blocks, m)).unbind(2), every, w)
         feed = self.feed(self.blocks, w, x, every.h, tape["z"], tape)
         feed.prepare_back(d)
         by_h, by_c = ([_span(d, span, m).unbind(0) for span in spans] for spans in (p.by_h, p.by_c))
         ks, directs = (None if part is None else part.unbind(0) for part in (k, direct))
         befores, afters = (part.unbind(0) for part in time.around(dhs))
+        # As numbers, so that a product in place can switch ended sequences off.
         alive = None if time.alive is None else time.alive.to(dhs.dtype).unbind(0)
         for t in time.order(steps)[::-1]:
             dh, before = afters[t], befores[t]
@@ -88,8 +93,10 @@ class Recurrent(Sweep):
             for blocks in by_h:
                 blocks[t].mul_(dh.unsqueeze(1))
             if dc is not None and ks is not None and directs is not None:
+                # The dc of ended sequences goes round this step: set aside here, added again at the end.
                 ended = None if alive is None else dc - dc * alive[t]
                 dc = dc if alive is None else dc.mul_(alive[t])
+                # Before the blocks of `by_c`: c' also acts through h', and they need the whole adjoint of c'.
                 dc.addcmul_(dh, ks[t])
                 for blocks in by_c:
                     blocks[t].mul_(dc.unsqueeze(1))
@@ -97,10 +104,12 @@ class Recurrent(Sweep):
                 dc = dc if ended is None else dc.add_(ended)
             elif directs is not None:
                 before.addcmul_(dh, directs[t])
+            # Last, since it reads the adjoints of all blocks of this step.
             feed.step_back(t, before)
         dw = feed.weight_gradients() | p.scalars(time.around(dhs)[1], every) if adjoints.of_weights else {}
         dx = feed.input_gradient() if adjoints.of_x else None
         if dx is not None and p.with_x:
+            # The last block is x itself, so its adjoint reaches x without a product.
             dx.add_(d[..., -m:])
         initial = {"h": dhs[time.ends()[0]].clone()} | ({} if dc is None else {"c": dc})
         return dx, initial, dw

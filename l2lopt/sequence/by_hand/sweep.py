@@ -48,11 +48,13 @@ class TimeOrder(NamedTuple):
         """The adjoints of states [T + 1, ...] before the backward pass: those of the outputs and of the final state."""
         adjoints = self.states(torch.zeros_like(final), len(outputs))
         self.around(adjoints)[1].copy_(self.visible(outputs))
+        # Added and not written: the adjoint of the last output may stand there already.
         adjoints[self.ends()[1]] += final
         return adjoints
 
     def visible(self, x: Tensor) -> Tensor:
         """X [T, B, ...] with zeros for steps after the end of a sequence."""
+        # Not a product with a mask: NaN · 0 is NaN.
         return x if self.alive is None else torch.where(self.alive, x, 0.0)
 
 
