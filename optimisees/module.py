@@ -84,6 +84,7 @@ class ModuleOptimisee(Optimisee):
             inputs = self.augment(inputs, generator("augment", split, seed, step))
         masks = {}
         for name, (p, shape) in self._masks.items():
+            # On the CPU, where the masks of a seed are the same whatever the device.
             chances = torch.full((len(index), *shape), 1 - p)
             kept = torch.bernoulli(chances, generator=generator(name, split, seed, step))
             masks[name] = kept.to(self._like) / max(1 - p, 1e-12)  # with p = 1 nothing is kept

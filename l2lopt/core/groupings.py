@@ -166,6 +166,7 @@ class WholeGrouping(Grouping):
             return torch.stack([part.sum(-1) for part in parts], dim=-1) if parts else values[..., :0]
         axis = -1 if self.name == "rows" else -2
         matrices = (part.unflatten(-1, matrix) for part, matrix in zip(parts, self._matrices, strict=True))
+        # The empty piece in front is for layouts without tensors: cat refuses an empty list.
         return torch.cat([values[..., :0], *(matrix.sum(axis) for matrix in matrices)], dim=-1)
 
     def means(self, sums: Tensor) -> Tensor:
@@ -184,6 +185,7 @@ class WholeGrouping(Grouping):
                 {"tensors": rows * columns, "rows": columns, "columns": rows}[self.name]
                 for rows, columns in self._whole
             ]
+            # A tensor without coordinates then has the mean 0 / 1 and not NaN.
             self._members[kind] = self.each(sizes, like).clamp(min=1)
         return self._members[kind]
 
@@ -191,6 +193,7 @@ class WholeGrouping(Grouping):
         """A number per group, [..., count], to each of its coordinates, [..., n]."""
         if self.name == "tensors":
             sizes = torch.tensor([rows * columns for rows, columns in self._matrices], device=groups.device)
+            # With output_size the host need not wait for a GPU to add up the sizes.
             return groups.repeat_interleave(sizes, dim=-1, output_size=sum(rows * c for rows, c in self._matrices))
         axis = -1 if self.name == "rows" else -2
         parts = zip(groups.split(self.counts, dim=-1), self._matrices, strict=True)
@@ -233,6 +236,7 @@ class SlicedGrouping(Grouping):
 
     def gathered(self, copies: Tensor, count: int) -> Tensor:
         """Sums of the copies [..., B] over the coordinates of each of the whole vector's `count` groups."""
+        # float64: a group may have millions of coordinates, and on a GPU index_add adds them in any order.
         sums = copies.new_zeros(*copies.shape[:-1], count, dtype=torch.float64)
         return sums.index_add(-1, self.index.to(copies.device), copies.double())
 

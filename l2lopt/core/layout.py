@@ -62,6 +62,7 @@ class Layout:
     shapes: tuple[tuple[int, ...], ...]
     shards: Shards | None = None
     fan_ins: tuple[int, ...] = ()
+    # Not compared: layouts of one vector are equal however its coordinates meet.
     exchange: Exchange = field(default=COMPUTED, compare=False, repr=False)
     origin: "Layout | None" = field(default=None, compare=False, repr=False)
     places: Tensor | None = field(default=None, compare=False, repr=False)
@@ -172,6 +173,7 @@ class Layout:
 
     def select(self, places: Tensor) -> "Layout":
         """The coordinates at `places` [m], which rise: all names, with the numbers of coordinates chosen of each."""
+        # Fan-ins are handed on below: the sizes of a selection no longer tell them.
         ends = torch.tensor(self.sizes).cumsum(0)
         cuts = torch.searchsorted(places, ends).tolist()
         sizes = tuple((end - begin,) for begin, end in zip([0, *cuts], cuts, strict=False))

@@ -9,6 +9,7 @@ import torch
 
 def seed_of(*key: str | int) -> int:
     """A seed in [0, 2⁶³) that is a pure function of `key`, the same on every machine and in every process."""
+    # Not `hash`: Python salts the hashes of strings anew in every process.
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -22,5 +23,6 @@ def generator(*key: str | int) -> torch.Generator:
 def seeded(seed: int) -> Iterator[None]:
     """The global CPU generator under `seed` within the block, and as it was after it; other devices are left alone."""
     with torch.random.fork_rng(devices=[]):
+        # torch.manual_seed would seed the GPUs as well, whose state is not put back afterwards.
         torch.default_generator.manual_seed(seed)
         yield

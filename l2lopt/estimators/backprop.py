@@ -73,6 +73,7 @@ class Backprop(MetaGradientEstimator):
                 gradient[name] += piece
             terms.clear()
             params, aux, optimiser_state = detach(Carry(params, aux, optimiser_state))
+            # In second order these hang on the tape that ends here: the next window has to measure them anew.
             if second:
                 known.clear()
 
@@ -80,6 +81,7 @@ class Backprop(MetaGradientEstimator):
             for index, step in enumerate(steps):
                 if index and self.window and index % self.window == 0:
                     close_window()
+                # A target of the last step often is this very batch, as one object: its gradient is known then.
                 seen = next((m for m in known if m.batch is step.batch), None)
                 seen = seen or loss_and_gradient(loss, params, aux, step.batch, second)
                 losses.append(seen.loss.detach())
@@ -88,7 +90,9 @@ class Backprop(MetaGradientEstimator):
                 known = [loss_and_gradient(loss, params, aux, target.batch, second) for target in step.targets]
                 for measured, target in zip(known, step.targets, strict=True):
                     piece, weight = term(measured, target.weight, self.objective)
+                    # Detached, or the sum would keep the graph of every closed window alive.
                     value = value + piece.detach()
+                    # First order: linear in θ with constant factors, so no second derivatives arise.
                     terms.append(piece if second else (weight[..., None] * measured.grads * params).sum())
             close_window()
         finite = all(bool(t.isfinite().all()) for t in (value, params, *gradient.values()))

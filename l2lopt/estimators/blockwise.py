@@ -117,6 +117,7 @@ class Blockwise(MetaGradientEstimator):
     ) -> MetaGradient:
         """Runs and differentiates; see `MetaGradientEstimator`."""
         phi, way = detach(phi), _way(update)
+        # float64, as many blocks and windows are summed: the rounding then hardly depends on how they are cut.
         gradient = {name: torch.zeros_like(piece, dtype=torch.float64) for name, piece in phi.items()}
         value = carry.params.new_zeros(())
         losses: list[Tensor] = []
@@ -139,15 +140,18 @@ class Blockwise(MetaGradientEstimator):
             if window is None or (self.window and index % self.window == 0):
                 close()
                 window, state = self._open(optimiser_state, params, state)
+                # update_ works in place, and the record keeps the window's first state: the run goes on with a copy.
                 optimiser_state = way.copied(optimiser_state)
             else:
                 window.record.sources(known, seen)
             losses.append(seen.loss)
             with torch.no_grad():
+                # Rounded as the record gives them back: the replay then sees what the steps were made with.
                 grads = window.record.stored(seen.grads)
                 check = check_locality(optimiser_state, grads, params, seen.loss) if self._unchecked(update) else None
                 before = window.record.begin(optimiser_state)
                 change, optimiser_state = way.update_(phi, grads, before, params, loss=seen.loss)
+                # The recording layout is the window's: in the carry it would keep a record alive.
                 optimiser_state = optimiser_state._replace(layout=layout)
                 if check is not None:
                     check(way.update, phi, change, window.record.recorder.meeting)
@@ -256,6 +260,7 @@ class Blockwise(MetaGradientEstimator):
         record = window.record
         shards = record.whole.shards
         adjoints: dict[str, MeanAdjoint] = {}
+        # Means that depend on others first: the pass for a mean needs the adjoints of those it goes into.
         for key in self._linked(phi, window, way):
             sums = self._summed(window, way, partial(_mean_adjoint, way, phi, adjoints, key))
             if sums:
@@ -263,6 +268,7 @@ class Blockwise(MetaGradientEstimator):
         found = self._summed(window, way, lambda part: _named(way.replay(phi, part, adjoints)))
         controls = {key: found.pop(f"controls {key}") for key in record.meetings[0].controls if found}
         if shards is not None:
+            # Collective: each process has replayed its own coordinates alone.
             found = {name: shards.total(value) for name, value in found.items()}
             controls = {name: shards.total(value) for name, value in controls.items()}
         if controls:
@@ -289,6 +295,7 @@ class Blockwise(MetaGradientEstimator):
         size = window.record.layout.size
         block = self._block(len(window.record.grads), way)
         blocks = range(0, size, block)
+        # Not by the number of threads: then neither the order of the sums nor their bits depend on it.
         few = min(max(len(blocks) // 32, 1), 16)
 
         def run(index: int) -> Params:

@@ -24,6 +24,7 @@ def stratified(layout: Layout, share: float, source: torch.Generator) -> tuple[T
     places, weights, first = [], [], 0
     for size in layout.sizes:
         count = sample_size(share, size)
+        # In rising order: `Layout.select` searches the places for the tensors' ends.
         places.append(first + torch.randperm(size, generator=source)[:count].sort().values)
         weights.append(torch.full((count,), size / max(count, 1), dtype=torch.float64))
         first += size
@@ -32,6 +33,7 @@ def stratified(layout: Layout, share: float, source: torch.Generator) -> tuple[T
 
 def sample_size(share: float, size: int) -> int:
     """How many of a tensor's coordinates a share of them are."""
+    # At least two: c in `mean_adjoint` makes up for pairs, and one coordinate alone meets no other.
     return max(ceil(share * size), min(size, 2))
 
 
@@ -52,6 +54,7 @@ def mean_adjoint(whole: Layout, sample: Layout, key: str, sums: Tensor) -> MeanA
     assert isinstance(grouping, WholeGrouping)
     sizes = torch.tensor(whole.sizes, dtype=torch.float64).clamp(min=1)
     pairs = (sizes - 1) / (torch.tensor(sample.sizes) - 1).clamp(min=1)
+    # The sample is drawn tensor by tensor, so rows and columns have the factor of their tensor.
     factors = grouping.each(torch.where(sizes > 1, pairs, 1.0).tolist(), sums)
     members = grouping.members(sums)
     return MeanAdjoint(grouping.total(sums) * (factors / members), (factors - 1) / members)

@@ -37,6 +37,7 @@ class _Probe(Exchange):
         """The values' shape of ones, a leaf."""
         key = key_of(grouping, name)
         self.values[key] = values
+        # Only the graph is looked at, so any value does; at 1 a rule may divide by it or take its root.
         self.leaves[key] = torch.ones_like(values, requires_grad=True)
         return self.leaves[key]
 
@@ -91,6 +92,7 @@ def dependencies(update: Update, phi: Params, window: Window) -> Dependencies:
                 continue
             found = torch.autograd.grad(value.sum(), list(sources.values()), allow_unused=True, retain_graph=True)
             for source, gradient in zip(sources, found, strict=True):
+                # None says that there is no path; a derivative of 0 may be so at these numbers only.
                 if gradient is not None:
                     enters.setdefault(PHI if source.startswith(f"{PHI} ") else source, set()).add(output)
     return _sorted(enters, list(probe.values), set(window.meetings[0].wholes), set(probe.controls_of))

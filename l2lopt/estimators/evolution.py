@@ -70,11 +70,13 @@ class EvolutionStrategies(MetaGradientEstimator):
         if not state:
             remedy = "pass what init gives"
             raise UserError("evolution strategies", expected="their state", found="none", remedy=remedy)
+        # An iterator can be read once, and all 2P + 1 runs need the same batches.
         steps, phi = list(steps), detach(phi)
         key = int(state["seed"]), int(state["calls"])
         gradient = {name: torch.zeros_like(value) for name, value in phi.items()}
         carries, summed = [], []
         for pair in range(self.pairs):
+            # By run, call and pair: a run that goes on from a checkpoint draws what it would have drawn.
             draw = generator("evolution", *key, pair)
             noise = {name: self.sigma * _normal(value, draw) for name, value in phi.items()}
             xi = _add(state["summed"][pair], noise, 1.0) if self.persistent else noise
@@ -107,6 +109,7 @@ class EvolutionStrategies(MetaGradientEstimator):
             aux = detach(aux)
             losses.append(measured.detach())
             with torch.no_grad():
+                # Not `update_`: several members start from the same carry, which must not be overwritten.
                 change, state = update(phi, grads, state, params, loss=losses[-1])
                 params = params + change
                 for target in step.targets:
@@ -124,6 +127,7 @@ def persistent_evolution_strategies(
 
 
 def _normal(like: Tensor, source: torch.Generator) -> Tensor:
+    # On the CPU, where the numbers of a seed are the same whatever the device of φ.
     return torch.randn(like.shape, generator=source, dtype=like.dtype).to(like.device)
 
 

@@ -174,4 +174,5 @@ class _Linked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *adjoints: Tensor) -> tuple[Tensor, None, None, None]:
         total, weight = ctx.saved_tensors
+        # What arrives is p_i: a slice has a copy of the mean for each coordinate, and this is the copy's own adjoint.
         return total - weight * adjoints[0], None, None, None

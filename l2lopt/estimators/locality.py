@@ -38,6 +38,7 @@ def check_locality(state: OptimiserState, grads: Tensor, params: Tensor, loss: T
     count = grads.shape[-1]
     if count < 2:
         return None
+    # Never all of them: a slice that is the whole vector would agree whatever the update does.
     places = torch.linspace(0, count - 1, min(COORDINATES, count - 1)).long().unique()
     there = places.to(grads.device)
     g, theta = grads.index_select(-1, there), params.index_select(-1, there)
@@ -55,6 +56,7 @@ def check_locality(state: OptimiserState, grads: Tensor, params: Tensor, loss: T
         found, _ = update(phi, g, OptimiserState(alone, coordinates, groups, shared), theta, loss=loss)
         wanted = change.index_select(-1, there)
         error, size = (found - wanted).abs().max(), change.abs().max()
+        # False for NaN: an update that is not finite says nothing of locality, and `MetaGradient.finite` reports it.
         if bool(error > TOLERANCE.get(grads.dtype, 1e-2) * size):
             raise UserError(
                 "estimator 'blockwise'",

@@ -104,6 +104,7 @@ def _allowed(folder: Path = Path("/sys/fs/cgroup")) -> float:
     try:
         limit, used = ((folder / name).read_text().strip() for name in ("memory.max", "memory.current"))
         held = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        # The page cache counts as used, but its inactive part is given back when memory is short.
         return math.inf if limit == "max" else int(limit) - int(used) + int(held.get("inactive_file", 0))
     except (OSError, ValueError):
         return math.inf
@@ -116,6 +117,7 @@ def activations() -> Iterator[list[int]]:
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
+        # By address: many views of one storage may be kept, and they take its memory once.
         sizes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
@@ -131,6 +133,7 @@ def _gb(count: int) -> str:
 
 def seconds_of(function: Callable[[], Result]) -> tuple[float, Result]:
     """How long a function takes the second time, and its result."""
+    # The first call also pays for compilation, caches and fresh memory.
     function()
     return timed(function)
 
@@ -145,5 +148,6 @@ def timed(function: Callable[[], Result]) -> tuple[float, Result]:
 
 
 def _wait() -> None:
+    # A GPU is given its work in advance: without waiting, the clock would measure the giving alone.
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()

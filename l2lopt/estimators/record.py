@@ -32,6 +32,7 @@ class VectorPool:
         fits = self._used < len(self.made)
         last = self.made[self._used] if fits else values.new_empty(0)
         if last.shape != values.shape or last.dtype != dtype or last.device != values.device:
+            # Those after it were made for the old size, too: their memory goes back before new memory is taken.
             del self.made[self._used :]
             self.made.append(self._new(values, dtype))
         row = self.made[self._used].copy_(values)
@@ -121,6 +122,7 @@ class Record:
         grads = torch.stack([row[..., low:high] for row in self.grads]).to(params.dtype)
         sources = torch.zeros_like(grads)
         for step, scale in self.scales.items():
+            # The next step has worked with this gradient, so it is in the record already.
             torch.mul(grads[step + 1], scale[..., None], out=sources[step])
         for step, extra in self.extras.items():
             sources[step] += extra[..., low:high]

@@ -27,6 +27,7 @@ def autograd_replay(update: Update) -> Replay:
         gathered = {
             key: torch.stack(
                 [
+                    # Each coordinate had a copy of its group's output: the output's adjoint is the sum over them.
                     grouping.gathered(found[f"{t} {key}"], counts[key])
                     for (t, other), (_, grouping) in controls.items()
                     if other == key
@@ -75,6 +76,7 @@ def through_the_networks(update: Update, phi: Params, window: Window, adjoints: 
             state = state._replace(layout=layout.meeting(exchange))
             _, state = update(leaves, grads, state, window.params, loss=loss)
             for key, output in exchange.outputs.items():
+                # Adjoints times outputs: the gradient of this sum is the adjoint of φ for all steps in one pass.
                 total = total + (output * adjoints[key][t].to(output.dtype)).sum()
     return gradient_of(total, leaves)
 
@@ -92,6 +94,7 @@ def _moved(update: Update, phi: Params, window: Window, adjoints: Adjoints, leaf
         exchanges.append(exchange)
         change, state = update(phi, grads, state._replace(layout=layout.meeting(exchange)), params, loss=loss)
         params = params + change
+        # The sources are constants: this linear form has the gradient of the meta-loss, though not its value.
         total = total + (source * params).sum()
     return total, exchanges
 

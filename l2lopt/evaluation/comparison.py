@@ -239,9 +239,11 @@ def _tune(baseline: Baseline, setting: _Setting) -> dict[int, TunedRun]:
     tried: dict[int, dict[TunedRun, float]] = {horizon: {} for horizon in horizons}
     for length in horizons if baseline.schedule == "cosine" else horizons[-1:]:
         marks = [horizon for horizon in horizons if horizon <= length]
+        # Each rate in turn on all seeds: every rate meets the same problems.
         grid = BaselineAtRates(baseline, rates.repeat_interleave(len(seeds)), length)
         run = setting.run(grid, marks, f"tune {baseline.name}", seeds * len(rates))
         for horizon, losses in _by_step(run)["train"].items():
+            # NaN compares as false, so min() could choose a rate that diverged: it counts as infinite.
             means = losses.view(len(rates), len(seeds)).double().mean(1).nan_to_num(nan=torch.inf)
             tried[horizon] |= {TunedRun(r, length): m for r, m in zip(baseline.rates, means.tolist(), strict=True)}
     return {horizon: min(means, key=means.__getitem__) for horizon, means in tried.items()}

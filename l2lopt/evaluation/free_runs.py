@@ -130,6 +130,7 @@ def _side_by_side(
             start = time.perf_counter()
             theta = params.requires_grad_()
             values, aux = loss(theta, aux, batch)
+            # No row sees another: the gradient of the sum has each run's own.
             (grads,) = torch.autograd.grad(values.sum(), theta)
             with torch.no_grad():
                 change, state = optimiser.update_(grads, state, params.detach(), loss=values.detach())

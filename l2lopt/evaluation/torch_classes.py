@@ -77,6 +77,7 @@ class TorchClass:
                 f"optimiser {self.name!r}", expected="one for these parameters", found=str(error), remedy=remedy
             ) from None
         if self.warm_up or self.total is not None:
+            # A hook needs nobody to call it: these optimisers run in a loop that knows no schedulers.
             optimizer.register_step_pre_hook(_Cosine(optimizer, self.warm_up, self.total))
         return optimizer
 

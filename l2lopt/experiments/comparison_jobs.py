@@ -150,12 +150,14 @@ def make_job(location: StudyLocation, job: Job, report: Report = silent) -> None
         job: Job to make.
         report: Progress.
     """
+    # Rank 0 looks for all: ranks that saw different files would wait for one another in the work below.
     if processes.on_first(lambda: cached_run(location, job) is not None):
         return
     study, (config, path, work, runs_on) = location.study, resolve(location, job)
     given = None if job.meta_seed is None else _fixed_optimiser(study.optimisers[job.optimiser])
     if job.meta_seed is not None and given is None:
         runs.meta_train(config, path.parent, resume=True, report=report)
+        # Only now is there a file of weights: the digests that `resolve` found are from before it.
         runs_on["weights"] = work["weights"] = file_digest(path.parent / "optimiser.safetensors")
     cache, settings = FileCache(path.with_suffix(""), runs_on), config.evaluation
     with cpu_threads(config.threads):

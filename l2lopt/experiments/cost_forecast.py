@@ -55,6 +55,7 @@ class Costs(NamedTuple):
         """All meta-updates, and the validations."""
         meta, unroll, validation = config.meta, config.unroll, config.validation
         low, high = (unroll.length, unroll.length) if isinstance(unroll.length, int) else unroll.length
+        # (high − low) / log(high / low) is the mean of lengths that are drawn log-uniformly.
         steps = min(unroll.truncation or math.inf, (high - low) / math.log(high / low) if high > low else low)
         validations = 2 + (meta.updates - 1) // meta.validate_every
         problems = validation.seeds * (1 + len(config.mixed_with))

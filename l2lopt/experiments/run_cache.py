@@ -49,6 +49,7 @@ class FileCache:
         path = self.folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
         try:
             stored = json.loads(path.read_text(encoding="utf-8"))
+            # The name has a part of the hash only, so the file itself says what it was made from.
             if stored["work"] == text:
                 losses = {split: _tensor(rows) for split, rows in stored["losses"].items()}
                 return Curves(stored["steps"], losses, _tensor(stored["first"]), stored["seconds"])
@@ -84,6 +85,7 @@ def read_run(path: Path, work: Mapping[str, Any]) -> OptimiserRun | None:
     """
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
+        # Through JSON, as the file went: tuples have become lists there, and keys strings.
         if facts["work"] != json.loads(json.dumps(work)):
             return None
         losses: dict[Any, dict[int, Tensor]] = {

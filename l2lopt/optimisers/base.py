@@ -107,6 +107,7 @@ class Optimiser(nn.Module, ABC):
         self, phi: Params, grads: Tensor, state: OptimiserState, params: Tensor, *, loss: Tensor | None = None
     ) -> tuple[Tensor, OptimiserState]:
         """`update` as a function of φ as well: what an estimator differentiates."""
+        # φ takes the place of the parameters during the call alone, so estimators share one module.
         given = functional_call(self, phi, (grads, state, params), {"loss": loss})
         result: tuple[Tensor, OptimiserState] = given
         return result
@@ -121,4 +122,5 @@ def zeros(layout: Layout, batch: Sequence[int], like: Tensor | None) -> Tensor:
 
 def zero_step(like: Tensor) -> Tensor:
     """A step count of 0 on the device of `like`."""
+    # An integer: float32 counts to 2²⁴ only, and bfloat16 to 2⁸.
     return torch.zeros((), dtype=torch.int64, device=like.device)

@@ -75,6 +75,7 @@ class Coordinatewise(Optimiser):
         """One step of the network for every coordinate; about 60 small tensor operations whatever n is."""
         finite = grads.square().isfinite()  # the inputs square it
         step = state.shared["step"] + 1
+        # `where` and not a product with the mask: 0 · ∞ is NaN.
         step_inputs = StepInputs(grads.where(finite, 0.0), params, step, loss, state.layout, finite)
         features: dict[str, Tensor] = {}
         coordinates: dict[str, Tensor] = {}
@@ -122,6 +123,7 @@ def coordinatewise(
     names = [item if isinstance(item, str) else str(item.get("name")) for item in inputs]
     if len(set(names)) < len(names):
         raise UserError("inputs", expected="each at most once", found=", ".join(names), remedy="drop the repeated one")
+    # Modules draw their first values from the global generator: in the block φ depends on the seed alone.
     with seeded(seed):
         built: dict[str, Any] = {
             # "module:Input" may hold dots, which a ModuleDict refuses in a key

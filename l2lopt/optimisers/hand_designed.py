@@ -137,6 +137,7 @@ def adam(lr: Rate, betas: Sequence[float] = (0.9, 0.999), eps: float = 1e-8) -> 
 
 def bias_corrected(mean: Tensor, beta: float, step: Tensor) -> Tensor:
     """A running mean over the weight its `step` terms have so far, 1 − βᵗ."""
+    # In float64: for β near 1 and small t the difference 1 − βᵗ would lose digits in float32.
     return mean / (1 - beta ** step.double()).to(mean.dtype)
 
 

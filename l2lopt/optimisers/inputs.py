@@ -118,6 +118,7 @@ class LogStep(Input):
 
     def forward(self, step_inputs: StepInputs, memory: Params) -> tuple[Tensor, Params]:
         """log(t) / scale."""
+        # An integer's logarithm is float32 by default, too coarse for runs in float64.
         value = (step_inputs.step.double().log() / self.scale).to(step_inputs.grads.dtype)
         return value.expand(1, *step_inputs.grads.shape), memory
 
@@ -203,6 +204,7 @@ def log_and_sign(x: Tensor, p: float) -> Tensor:
 def safe_sqrt(x: Tensor) -> Tensor:
     """√x, with derivative 0 at 0: there the true one is infinite, and second order would turn into NaN."""
     zero = x == 0
+    # Two `where`: the inner one keeps √ away from 0, where an infinite derivative times 0 would be NaN.
     return torch.where(zero, 0.0, torch.where(zero, 1.0, x).sqrt())
 
 

@@ -60,6 +60,7 @@ class NormalisedAdam(Optimiser):
         """η_t·(r·d / RMS(d) − λ θ)."""
         step = state.shared["step"] + 1
         (mean, _), memory = self.direction(
+            # All count as finite: only learned rules leave coordinates out, and here a divergence is to be seen.
             StepInputs(grads, params, step, loss, state.layout, torch.ones_like(grads, dtype=torch.bool)),
             state.coordinates,
         )

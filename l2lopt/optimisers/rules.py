@@ -112,6 +112,7 @@ class DirectionAndMagnitude(UpdateRule):
         """S_t·(r·d / RMS(d) − λ θ)."""
         direction = outputs[0] - features["rnnprop"][0] if self.needs else outputs[0]
         direction = direction * outputs[1].exp()
+        # A coordinate that is left out has a direction, too, made from a gradient of 0: it must not count here.
         scale = root_mean_square(direction.where(step_inputs.finite, 0.0), step_inputs.layout, self.by_fan_in)
         direction = direction / step_inputs.layout.tensors.spread(scale)
         steps = (step_inputs.step - 1).to(direction.dtype)
@@ -180,6 +181,7 @@ def root_mean_square(values: Tensor, layout: Layout, by_fan_in: bool = False) ->
         layout: Layout of the coordinates.
         by_fan_in: Whether to multiply by the root of the tensor's fan-in.
     """
+    # EPS² under the root and not EPS beside it: √ has no finite derivative where a whole tensor is 0.
     found = (layout.tensors.mean(DIRECTION, values.square()) + EPS**2).sqrt()
     return found * layout.tensors.each(layout.fan_ins, found).sqrt() if by_fan_in else found
 

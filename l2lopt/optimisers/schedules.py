@@ -23,10 +23,12 @@ def warm_up_then(shape: Schedule, step: Tensor, warm_up: int, total: int | None,
     1 for "constant", final^p for "exponential", and final + (1 − final)·c with c = 1 − p for "linear" and
     ½(1 + cos πp) for "cosine"; 1 throughout where `total` is None. In [0, 1], float64.
     """
+    # In float64, so that rates of every dtype are rounded from one multiplier.
     step = step.double()
     rise = ((step + 1) / max(warm_up, 1)).clamp(max=1.0)
     if total is None or shape == "constant":
         return rise
+    # `total` may equal `warm_up`, and then there is no way from one to the other.
     progress = ((step - warm_up) / max(total - warm_up, 1)).clamp(0.0, 1.0)
     if shape == "exponential":
         return torch.where(step < warm_up, rise, final**progress)

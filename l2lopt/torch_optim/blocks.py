@@ -70,6 +70,7 @@ def update_in_blocks_(
             state.coordinates[name][..., part] = value
         for kind, values in after.groups.items():
             for name, value in values.items():
+                # Into the views, and so into the state's own arrays.
                 groups[kind][name].copy_(value)
     return torch.cat(updates), results[-1]
 
@@ -85,6 +86,7 @@ def blocks_of(layout: Layout, rule: Optimiser, like: Tensor) -> list[Block]:
     if not rule.coordinatewise:
         return [Block(layout, 0, layout.size, 0, len(layout.names))]
     if not _coordinates_meet(rule, like):
+        # An empty vector has a block as well: a process without coordinates counts the step as the others do.
         bounds = [(low, min(low + BLOCK, layout.size)) for low in range(0, max(layout.size, 1), BLOCK)]
         return [Block(layout.slice(low, high), low, high) for low, high in bounds]
     # Every process cuts between the same tensors, as means over groups are sums over the processes.

@@ -86,12 +86,14 @@ class Differentiable(Base):  # type: ignore[misc]  # higher has no types
         flat = layout.ravel(dict(zip(params, grads, strict=True))).to(dtype)
         loss = None if self._loss is None else self._loss.to(theta)
         rule = group["weights"] if isinstance(group["weights"], Optimiser) else self._rules[group["weights"]]
+        # `to` stays on the tape: φ remains the optimiser's own.
         phi = {name: value.to(theta) for name, value in rule.phi().items()}
         before = _joined(params, chosen, rule.init(layout, like=theta))
         update, state = rule.update_with(phi, flat, before, theta, loss=loss)
         _split(state, torch.bfloat16 if group["state_dtype"] == "bfloat16" else dtype, chosen)
         if group["max_update"] is not None:
             update = update.clamp(-group["max_update"], group["max_update"])
+        # Out of place, unlike `LearnedOptimizer.step`: the tape still needs the parameters from before.
         moved = layout.split(theta + group["lr"] * (update - group["weight_decay"] * theta))
         return [part.view(param.shape).to(param.dtype) for part, param in zip(moved, params.values(), strict=True)]
 

@@ -53,6 +53,7 @@ class FlatVector:
         """Whether the vector consists of exactly these parameters, and nobody has replaced a tensor in their states."""
         if len(params) != len(self.params):
             return False
+        # By identity: who loads or replaces a state puts other tensors there, and the buffers here are then stale.
         current = zip(params, self.params, states, self.states, self._shown, strict=True)
         return all(
             param is mine and state is kept and all(state.get(key) is tensor for key, tensor in shown.items())
@@ -75,6 +76,7 @@ class FlatVector:
 
     def any_rank(self, flag: Tensor) -> bool:
         """Whether a flag is set in any of the processes that hold a part of the parameters."""
+        # Collective: every rank must call it, with coordinates or without.
         return bool(flag if self.layout.shards is None else self.layout.shards.total(flag.int()))
 
     def _local(self) -> list[Tensor]:
@@ -112,6 +114,8 @@ class FlatVector:
             update, shared = update_in_blocks_(rule, self._blocks[prefix], state, grads, theta, loss)
         if shards is not None and "skipped" in shared:
             before = state.shared["skipped"]
+            # The count is that of the whole parameters: only what this step has added here is summed over the ranks,
+            # or the past would be counted once for each of them.
             shared = {**shared, "skipped": before + shards.total(shared["skipped"] - before)}
         _store(shared, state.shared)
         return update
@@ -129,6 +133,7 @@ class FlatVector:
             if name in self.states[0]:
                 value = array.join(self.layout, [state[name] for state in self.states], self.params).to(stored)
             else:
+                # Real memory: an initial state may be one column expanded to all, which cannot be written in place.
                 value = torch.empty(array.value.shape, dtype=stored, device=like.device).copy_(array.value)
             buffers[array.name] = value
             for index, part in enumerate(array._replace(value=value).split(self.layout)):
@@ -161,6 +166,7 @@ def compute_dtype(param: Tensor) -> torch.dtype:
 
 def _flattened(tensors: Sequence[Tensor]) -> Tensor:
     """A copy of all tensors, one after another."""
+    # Of a single tensor the function below gives a view, and the step works in place on the result.
     if len(tensors) == 1:
         return tensors[0].reshape(-1).clone()
     flat: Tensor = _flatten_dense_tensors(tensors)

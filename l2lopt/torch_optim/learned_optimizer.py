@@ -166,6 +166,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
                 result = loss = closure()
         with torch.no_grad():
             for group in self.param_groups:
+                # All groups before any step, so that a refusal leaves every parameter as it was.
                 check_gradients(group)
             value = self._loss(loss)
             if loss is not None and value is not None:
@@ -239,6 +240,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
         value = value.reshape(())
         if not users and all(group["fallback"] is None for group in self.param_groups):
             return value
+        # Collective for sharded parameters: their ranks must not step, or fall back, by losses that differ.
         return sharding.mean(value, chain.from_iterable(group["params"] for group in self.param_groups))
 
     def _step_vector(self, vector: FlatVector, group: dict[str, Any], loss: Tensor | None) -> None:
@@ -263,8 +265,10 @@ class LearnedOptimizer(torch.optim.Optimizer):
             if group["fallback"] is None:
                 return update
         # The fallback sees every step, so that its running means are right when it takes over.
+        # Hand-designed rules mask nothing: such a gradient would stay in their running means for good.
         finite = grads.where(grads.square().isfinite(), 0.0)
         fallback = vector.update_(self._rule(group["fallback"], vector), "fallback.", grads.dtype, finite, theta, loss)
+        # Decided over all ranks, or some would take the rule's update and others the fallback's.
         if update is not None and vector.any_rank(~update.isfinite().all()):
             self._fall_back("an update of the learned rule is not finite")
         return fallback if group["fallen_back"] or update is None else update
@@ -277,6 +281,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
             value = float(loss)
             if group["first_loss"] is None:
                 group["first_loss"] = value
+            # A first loss of 0 or below gives no scale: then only a loss that is not finite counts.
             if not math.isfinite(value) or value > DIVERGED * group["first_loss"] > 0:
                 self._fall_back(f"the loss is {value:.6g} and was {group['first_loss']:.6g} at first")
 
@@ -289,6 +294,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
         """The fastest form of a rule, in the vector's dtype and on its device."""
         dtype, device = compute_dtype(vector.params[0]), vector.params[0].device
         if (rule_id, dtype, device) not in self._fast:
+            # Of a copy: moving the rule itself would change what the other vectors and the hash stand for.
             self._fast[rule_id, dtype, device] = kernels.fuse(deepcopy(self._rules[rule_id]).to(device, dtype))
         return self._fast[rule_id, dtype, device]
 

@@ -37,6 +37,7 @@ def partition(
     last, seen, vectors = max((number for number, _ in members if number is not None), default=-1), set(), []
     for (number, _), indices in members.items():
         stepping = [index for index in indices if present[index]]
+        # Seen before: members of one vector that are no longer of one kind, of one dtype and device, for instance.
         if number is None or number in seen or len(stepping) < len(indices):
             last += 1
             vectors.append((last, stepping))
@@ -63,6 +64,7 @@ def vectors_of(
         others: Parameters of the other groups; see `fan_ins_of`.
     """
     params = group["params"]
+    # The usual case: nothing has changed since the last step, and the work below can be left out.
     if len(vectors) == 1 and all(param.grad is not None for param in params):
         (vector,) = vectors.values()
         if vector.is_current(params, [state.get(param, {}) for param in params]):

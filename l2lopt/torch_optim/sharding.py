@@ -52,6 +52,7 @@ def local(value: Tensor, like: Tensor | None = None, axes: slice = ALL) -> Tenso
         return whole
     mesh, placements = _mesh(like), _placements(like, value.dim() - len(like.shape[axes]), axes)
     if not is_distributed(value):
+        # None: every rank cuts its part from its own copy, and nothing is sent.
         here = torch.distributed.tensor.distribute_tensor(value, mesh, placements, src_data_rank=None)
     elif tuple(here.placements) != tuple(placements):
         here = here.redistribute(mesh, placements)
@@ -74,6 +75,7 @@ def as_parameter(part: Tensor, param: Tensor, axes: slice = ALL) -> Tensor:
     kept = param.shape[axes]
     features = part.dim() - len(kept)
     shape = torch.Size((*part.shape[:features], *kept))
+    # Shape and stride are given: guessed from this part they would be wrong where parts are unequal.
     made: Tensor = torch.distributed.tensor.DTensor.from_local(
         beginning,
         _mesh(param),
@@ -132,6 +134,7 @@ def mean(value: Tensor, params: Iterable[Tensor]) -> Tensor:
 
 def _summed(mesh: Any, dimensions: tuple[int, ...], values: Tensor) -> Tensor:
     """Sums of `values` over the processes along some of a mesh's dimensions."""
+    # Collective: every rank of the mesh must come here. all_reduce writes into what it is given, hence the copy.
     total = values.detach().clone().to(mesh.device_type)
     for dimension in dimensions:
         torch.distributed.all_reduce(total, group=mesh.get_group(dimension))
@@ -168,6 +171,7 @@ def _placements(param: Any, features: int, axes: slice) -> list[Any]:
             expected, remedy = "cut or repeated along each dimension of its mesh", "shard it in one way only"
             raise UserError("sharded parameter", expected=expected, found=str(placement), remedy=remedy)
         if placement.is_shard() and placement.dim in kept:
+            # The features come first, so the axis that is cut lies so many places later than in the parameter.
             placements.append(torch.distributed.tensor.Shard(features + kept.index(placement.dim)))
         else:
             placements.append(replicate)

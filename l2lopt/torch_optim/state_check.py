@@ -90,6 +90,7 @@ def _one_coordinate(rule: Optimiser) -> OptimiserState:
 
 def _names_of_rule(saved: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """The part of a parameter's state that belongs to one rule, under the rule's names."""
+    # The empty prefix comes last, as it begins every key.
     begins = {key: next(p for p in reversed(PREFIXES.values()) if key.startswith(p)) for key in saved}
     return {key.removeprefix(prefix): saved[key] for key in saved if key != "vector" and begins[key] == prefix}
 

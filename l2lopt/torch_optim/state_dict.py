@@ -26,6 +26,7 @@ def restore(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> 
         given.update(state_dict)
 
     def put_back(_: torch.optim.Optimizer) -> None:
+        # A copy, or this optimiser would go on working in the tensors of the saved one.
         saved = deepcopy(given["state"])
         numbers = chain.from_iterable(group["params"] for group in given["param_groups"])
         params = chain.from_iterable(group["params"] for group in optimizer.param_groups)

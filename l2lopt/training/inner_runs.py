@@ -126,6 +126,7 @@ class InnerRuns:
         """
         positions: list[RunPosition] = []
         for position in self.positions:
+            # Every rank numbers all new runs, also those of others: a number does not depend on the ranks.
             positions.append(position or RunPosition(self.begun, meta_update))
             self.begun += position is None
         summaries = processes.share_out(lambda index: self._unroll(index, positions[index]), len(positions))
@@ -140,6 +141,7 @@ class InnerRuns:
 
         Collective: every rank must call it, and rank 0 alone gets the tensors.
         """
+        # Leaves are saved by their place, so a state must keep the order of its names from step to step.
         here = {index: pytree.tree_leaves((run.carry, run.estimator_state)) for index, run in self.runs.items()}
         tensors = {
             f"run/{index}/{number}": leaf
@@ -158,6 +160,7 @@ class InnerRuns:
             position = self.positions[index]
             if position is None:
                 continue
+            # What the seed tells is drawn again; the checkpoint has only what the steps have changed.
             run = self._begin(position)
             leaves, structure = pytree.tree_flatten((run.carry, run.estimator_state))
             saved = [tensors[f"run/{index}/{number}"].to(leaf.device) for number, leaf in enumerate(leaves)]
@@ -182,6 +185,7 @@ class InnerRuns:
 
     def _begin(self, position: RunPosition) -> InnerRun:
         """The run of that number, before its first step."""
+        # Each draw below has a stream of its own, so that one draw more or fewer moves no other.
         seed = seed_of("meta-train", self.seed, position.number)
         drawn = torch.randint(len(self.optimisees), (), generator=generator("optimisee", seed))
         optimisee = self.optimisees[int(drawn)]

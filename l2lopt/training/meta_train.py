@@ -188,6 +188,7 @@ class _MetaTraining:
             "best_update": result.update,
             "inner_steps": result.inner_steps,
             "skipped": result.skipped,
+            # As pairs: the keys of an object in JSON are strings.
             "scores": list(result.scores.items()),
             "validated": not self.validation_due,
         }
@@ -220,6 +221,7 @@ class _MetaTraining:
         if not unrolls:
             return dict.fromkeys(("meta_loss", "loss", "gradient_norm", "update_size"), math.nan) | {"rate": 0.0}
         for name, parameter in self.optimiser.phi().items():
+            # In the order of the runs' indices on every rank: the mean does not depend on who made which run.
             parameter.grad = torch.stack([unroll.gradient[name] for unroll in unrolls]).mean(0).to(parameter)
         norm = torch.nn.utils.clip_grad_norm_(self.optimiser.parameters(), self.settings.clip)
         rate = self.settings.rate_at(self.update)
@@ -247,4 +249,5 @@ def _assign(optimiser: Optimiser, phi: Mapping[str, Tensor]) -> None:
     """Overwrites the optimiser's meta-parameters with these values."""
     with torch.no_grad():
         for name, parameter in optimiser.phi().items():
+            # In place: the meta-optimiser holds these very tensors.
             parameter.copy_(phi[name])

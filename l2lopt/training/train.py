@@ -217,6 +217,7 @@ class _Training:
         """
         self.steps_made += 1
         with self.clock:
+            # By number and not from an iterator: a run that goes on needs no batches from before.
             batch = self.optimisee.batch(self.settings.splits[0], self.seed, self.steps_made - 1)
             figures, facts = self._update(batch)
         self.clock.samples += facts.samples
@@ -246,6 +247,7 @@ class _Training:
         elif self.settings.chooses and figures["loss"] < self.best["loss"]:
             self.best = self._snapshot(figures["loss"])
         if not self.mean and self.settings.averages([figures["loss"] for figures in self.watched]):
+            # Only room for the mean: the first step enters with weight 1 and replaces these values.
             self.mean = _copy(self.params)
 
     def result(self) -> Trained:
@@ -296,6 +298,7 @@ class _Training:
 
     def _update(self, batch: Batch) -> tuple[dict[str, float], StepInfo]:
         """One step of the optimiser on a batch: what is recorded of it, and what the optimisee says of it."""
+        # Every evaluation of a step starts from the aux before it, or a line search would move statistics many times.
         before, figures = self.aux, dict[str, float]()
 
         def evaluate() -> tuple[Tensor, Aux]:
@@ -330,6 +333,7 @@ class _Training:
             self.averaged += 1
             with torch.no_grad():
                 for name, value in self.mean.items():
+                    # A running mean: a sum would grow with the steps and lose digits.
                     value.lerp_(self.params[name], 1 / self.averaged)
 
     def _snapshot(self, loss: float) -> dict[str, Any]:

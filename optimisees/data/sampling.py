@@ -54,6 +54,7 @@ class Sampling:
         chosen = self.members(split, seed)
         size = min(self.batch_size, len(chosen))
         epoch, place = divmod(step, len(chosen) // size)
+        # A seed for each epoch: the batch of any step is found without those before it.
         order = _permutation(len(chosen), seed_of("order", split, seed, epoch))
         return chosen[order[place * size : (place + 1) * size]]
 
@@ -61,6 +62,7 @@ class Sampling:
         """Indices of the samples that an evaluation uses."""
         members, few = self.members(split, seed), self.evaluation_samples
         if few is not None and few < len(members):
+            # Not by the run's seed: of `train` and `test` all runs are evaluated on the same samples.
             members = members[_permutation(len(members), seed_of("evaluation samples", split))[:few]]
         return members
 

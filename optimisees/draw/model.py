@@ -160,6 +160,7 @@ class Draw(Optimisee):
 
     def evaluation_batches(self, split: Split, seed: int) -> Iterator[tuple[Batch, int]]:
         """The images of the split, or `evaluation_samples` of them, `evaluation_size` at a time."""
+        # `train` and `test` have the same images for every seed, and so are found in the cache.
         own = seed if split in ("inner", "heldout") else 0
         for first in range(0, len(self.sampling.evaluated(split, own)), self.evaluation_size):
             yield self._piece(split, own, first)
@@ -235,6 +236,7 @@ class Draw(Optimisee):
                 noise = self._noise(len(inputs), "importance", seed, number)
                 reconstruction, _, log_ratio = self._terms(params, {"inputs": inputs.to(self.device), "noise": noise})
                 weights.append(log_ratio - reconstruction)
+        # By logsumexp: the weights themselves, of hundreds of nats, would underflow.
         return math.log(draws) - torch.stack(weights).logsumexp(0)
 
     def painted_with(self, params: Params, z: Tensor) -> Trail:
@@ -261,6 +263,7 @@ class Draw(Optimisee):
         x = self._unit(batch["inputs"])
         trail: Trail = functional_call(self.network, params, (batch["noise"], x))
         last = trail.canvases[-1]
+        # From the logits: the logarithm of a sigmoid that is rounded to 0 would be infinite.
         reconstruction = (nn.functional.softplus(last) - x * last).flatten(1).sum(1)
         return reconstruction, trail.kl, trail.log_ratio
 
@@ -286,6 +289,7 @@ class Draw(Optimisee):
     def _cut(self, split: Split, seed: int, first: int) -> tuple[Batch, int]:
         """One batch of an evaluation, and its number of images."""
         index = self.sampling.evaluated(split, seed)[first : first + self.evaluation_size]
+        # The key has no seed: noise and drawn pixels are the same in every evaluation.
         return self._of(split, index, "whole", split, first), len(index)
 
 

@@ -134,8 +134,10 @@ class DrawNetwork(nn.Module):
             seen = self.read(images, images - canvas.sigmoid(), h)
             code, encoding = self.encoder(torch.cat([seen, h], 1).T, encoding)
             mu, log_sigma = self.posterior(code.T).chunk(2, -1)
+            # The noise comes from outside: the loss stays pure, and z has a derivative in μ and σ.
             z = mu + log_sigma.exp() * epsilon
             kl = kl + (0.5 * (mu.square() + (2 * log_sigma).exp() - 1) - log_sigma).sum(1)
+            # (z − μ)/σ is ε itself, and the constants of the two densities cancel.
             log_ratio = log_ratio + (0.5 * (epsilon.square() - z.square()) + log_sigma).sum(1)
             output, decoding = self.decoder(z.T, decoding)
             h = output.T

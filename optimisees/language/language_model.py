@@ -173,6 +173,7 @@ class LanguageModel(Optimisee):
         """The regularised cross-entropy of a window, and the states after it."""
         masks, tokens = batch["masks"], batch["tokens"]
         blank = self._blank(tokens.shape[1])
+        # `where` and no branch: under vmap nobody can ask a tensor for its truth.
         aux = {name: torch.where(batch["goes_on"], aux[name], blank[name]) for name in blank}
         x = _embedded(params, tokens) * masks["words"][tokens].unsqueeze(-1) * masks["inputs"]
         inner = {name.removeprefix("stack."): mask for name, mask in masks.items() if name.startswith("stack.")}
@@ -208,6 +209,7 @@ class LanguageModel(Optimisee):
     def derived_metrics(self, loss: float) -> dict[str, float]:
         """The perplexity, and of characters the bits of each."""
         bits = {"bits_per_character": loss / math.log(2)} if self.texts.vocabulary.unit == "character" else {}
+        # math.exp raises an error above 709, where a run that diverged easily gets.
         return {**bits, "perplexity": math.exp(min(loss, 700.0))}
 
     def step_info(self, batch: Batch, aux: Aux) -> StepInfo:
@@ -265,8 +267,10 @@ class LanguageModel(Optimisee):
             for _ in range(tokens):
                 output, after = self._run(params, _embedded(params, given[:, None]), states, {})
                 states = _named(after)
+                # On the CPU, where the generator is: it draws the same from a seed whatever the device.
                 logits = self._logits(params, output[-1, 0]).double().cpu()
                 if temperature:
+                    # The largest is taken off first: a small temperature could make the quotients overflow.
                     chances = ((logits - logits.max()) / temperature).softmax(0)
                     given = torch.multinomial(chances, 1, generator=source)
                 else:

@@ -94,6 +94,7 @@ class StructuralLoss:
 
     def _terms(self, distances: Tensor, same: Tensor) -> Tensor:
         """log(1 + Σ_n exp((d_ij − d_in + m)/η)) [n, n], 0 for a sample without negatives."""
+        # As a logarithm of sums: the exponentials themselves would overflow at a small scale.
         nearness = torch.where(same, -_FAR, -distances / self.scale).logsumexp(1, keepdim=True)
         exponent = (distances + self.margin) / self.scale + nearness
         return -functional.logsigmoid(-exponent)  # log(1 + eˣ), without softplus's cut
@@ -103,9 +104,11 @@ class StructuralLoss:
         d = distances if self.through_beta else distances.detach()
         threshold = _threshold(distances if self.through_threshold else distances.detach(), positive, same)
         if self.beta == "corrected":
+            # Times `positive`: without any pair the softmax would give every entry the same share.
             return torch.where(positive, d - threshold, -_FAR).flatten().softmax(0).view_as(d) * positive
         beta = torch.where(positive, d.exp() - threshold, 0.0)
         total = beta.sum()
+        # Without any pair all of β is 0, and so is the sum it would be divided by.
         return beta / torch.where(total == 0, 1.0, total)
 
 
@@ -146,4 +149,5 @@ def distance(left: Tensor, right: Tensor, kind: Distance = "euclidean") -> Tenso
 
 def _norm(x: Tensor) -> Tensor:
     square = x.square().sum(-1)
+    # Two `where`: the inner one keeps √ away from 0, where an infinite derivative times 0 would be NaN.
     return torch.where(square > 0, torch.where(square > 0, square, 1.0).sqrt(), 0.0)

@@ -35,6 +35,7 @@ def warped(left: Tensor, right: Tensor, band: int) -> Tensor:
         here = slice(low + band + 1, high + band + 2, 2)
         before, after = row[low + band : high + band + 1 : 2], row[low + band + 2 : high + band + 3 : 2]
         best = torch.minimum(torch.minimum(before, after), row[here])
+        # The first cell has no cell before it: all its neighbours are infinite.
         row[here] = cost + (best if s else 0.0)
     return row[band + 1].sqrt()
 
