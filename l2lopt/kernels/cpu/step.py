@@ -106,7 +106,10 @@ class CPU(FusedOptimiser):
         idle, runs = self._idle.setdefault(whole.grads.dtype, []), _runs(len(whole.grads))
 
         def run(index: int) -> list[tuple[Tensor | None, list[tuple[int, float]]]]:
-            buffers = idle.pop() if idle else StepBuffers(step)
+            try:  # asking first whether there are any would let two threads take the last ones
+                buffers = idle.pop()
+            except IndexError:
+                buffers = StepBuffers(step)
             results = []
             for block in whole.blocks(*runs[index]):
                 bad = step.run(buffers, block)
