@@ -468,6 +468,20 @@ def assert_empty_unroll_gives_zeros(unroll: Any, problem: Problem) -> None:
     assert_same(result.carry, problem.carry)
 
 
+def assert_samples_average_to_the_whole(make: Any, whole: Any, problem: Problem, draws: int) -> None:
+    """The mean over draws of a sampling estimator is what another gives of all coordinates, to 5 standard errors."""
+    exact, drawn = run(whole, problem).gradient, []
+    for seed in range(draws):
+        estimator = make()
+        state = estimator.init(problem.carry, problem.phi, seed)
+        drawn.append(estimator(*problem[:4], problem.steps, state).gradient)
+    for name, value in exact.items():
+        pieces = torch.stack([draw[name] for draw in drawn])
+        error = pieces.std(0) / draws**0.5
+        assert ((pieces.mean(0) - value).abs() <= 5 * error + 1e-12 * value.abs().max()).all()
+        assert (pieces.std(0) > 0).any() or not value.any()
+
+
 def assert_estimator_changes_nothing(unroll: Any, problem: Problem) -> None:
     before = clone(problem[2:])
     first = run(unroll, problem)

@@ -10,7 +10,7 @@ by itself, on another process, or as a sample of the whole.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
@@ -324,7 +324,3 @@ def _matrix(shape: Shape) -> tuple[int, int]:
 def key_of(grouping: Any, name: str) -> str:
     """The name of a mean or of controls among those of all groupings."""
     return f"{grouping.name}.{name}"
-
-
-Groups: TypeAlias = Mapping[str, Mapping[str, Tensor]]
-"""Grouping → name → [..., *batch, count]."""

@@ -13,7 +13,6 @@ from torch.utils import _pytree as pytree
 from l2lopt.core.errors import UserError
 from l2lopt.core.groupings import (
     COMPUTED,
-    GROUPINGS,
     Computed,
     EmptiedGrouping,
     Exchange,
@@ -208,4 +207,4 @@ class Layout:
 
 pytree.register_pytree_node(Layout, lambda layout: ([], layout), lambda _, layout: layout)
 
-__all__ = ["GROUPINGS", "Layout", "Params", "Shards"]
+__all__ = ["Layout", "Params", "Shards"]

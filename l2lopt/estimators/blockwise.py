@@ -123,9 +123,8 @@ class Blockwise(MetaGradientEstimator):
         losses: list[Tensor] = []
         params, aux, optimiser_state = detach(carry)
         layout = optimiser_state.layout
-        known: list[
-            tuple[LossAndGradient, Tensor]
-        ] = []  # what the last step measured, and the weights in the meta-loss
+        # What the last step measured, and its weights in the meta-loss.
+        known: list[tuple[LossAndGradient, Tensor]] = []
         window: _OpenWindow | None = None
 
         def close() -> None:
@@ -227,7 +226,8 @@ class Blockwise(MetaGradientEstimator):
 
     def _unchecked(self, update: Update) -> bool:
         """Whether to compute a slice of this step again, to see that the update obeys the law of locality."""
-        last, count = self._checked if self._checked[0] is update else (update, 0)
+        # Compared by ==: a bound method is another object each time it is asked for.
+        last, count = self._checked if self._checked[0] == update else (update, 0)
         self._checked = last, count + 1
         return count < CHECKED
 
@@ -281,7 +281,7 @@ class Blockwise(MetaGradientEstimator):
         record = window.record
         if way.linked is not None or not (record.meetings[0].means or record.meetings[0].wholes):
             return way.linked or ()
-        if self._dependencies is None or self._dependencies[0] is not way.update:
+        if self._dependencies is None or self._dependencies[0] != way.update:
             found = dependencies(way.update, phi, record.window(0, min(4, record.layout.size)))
             self._dependencies = way.update, found
             if found.constant:
@@ -294,7 +294,8 @@ class Blockwise(MetaGradientEstimator):
         """What a function gives for every block, by name, summed in float64 and in a fixed order."""
         size = window.record.layout.size
         block = self._block(len(window.record.grads), way)
-        blocks = range(0, size, block)
+        # A process without coordinates has an empty block: it must come to every sum over the processes.
+        blocks = range(0, size if window.record.whole.shards is None else max(size, 1), block)
         # Not by the number of threads: then neither the order of the sums nor their bits depend on it.
         few = min(max(len(blocks) // 32, 1), 16)
 
@@ -347,7 +348,7 @@ def _way(update: Update) -> _Way:
             "estimator 'blockwise'",
             expected="a rule whose coordinates meet in means over groups or declared functions of whole tensors",
             found="one that says coordinatewise = False",
-            remedy="use the estimator 'taped', or layout.tensors.mean, layout.whole and the like in its update",
+            remedy="use the estimator 'backprop', or layout.tensors.mean, layout.whole and the like in its update",
         )
     plain = update.update
     return _Way(

@@ -62,7 +62,7 @@ def check_locality(state: OptimiserState, grads: Tensor, params: Tensor, loss: T
                 "estimator 'blockwise'",
                 expected="an update that a slice of the coordinates gives by itself",
                 found=f"one that differs by {float(error):.3g} where updates are as large as {float(size):.3g}",
-                remedy="let coordinates meet in layout.tensors.mean, layout.whole and the like, or use 'taped'",
+                remedy="let coordinates meet in layout.tensors.mean, layout.whole and the like, or use 'backprop'",
             )
 
     return check

@@ -29,9 +29,8 @@ class VectorPool:
 
     def keep(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         """A copy of `values` in `dtype`."""
-        fits = self._used < len(self.made)
-        last = self.made[self._used] if fits else values.new_empty(0)
-        if last.shape != values.shape or last.dtype != dtype or last.device != values.device:
+        last = self.made[self._used] if self._used < len(self.made) else None
+        if last is None or last.shape != values.shape or last.dtype != dtype or last.device != values.device:
             # Those after it were made for the old size, too: their memory goes back before new memory is taken.
             del self.made[self._used :]
             self.made.append(self._new(values, dtype))

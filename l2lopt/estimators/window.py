@@ -93,7 +93,8 @@ class BlockUpdate:
         replay: Backpropagation through a window of a block, from several threads at once; None leaves it to autograd.
         linked: Means that depend on φ and have an adjoint, "grouping.name", those that depend on others first; None
             lets the estimator find out.
-        mean_adjoint: The adjoint of one of `linked`; None leaves it to autograd.
+        mean_adjoint: The adjoint of one of `linked`, or of a function of it that `replay` takes the sums of; None
+            leaves it to autograd.
         at_once: Coordinates times steps that `replay` and `mean_adjoint` are best given at once, from one thread; None
             leaves it to the estimator.
         local: Whether the update obeys the law of locality, see `core.groupings`.

@@ -5,7 +5,7 @@ Importing a module runs its code: use such names only from configs that you trus
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from l2lopt.core import registry
 from l2lopt.core.errors import UserError, did_you_mean
 from l2lopt.core.registry import Choice
-from l2lopt.optimisers.schedules import warm_up_cosine
+from l2lopt.optimisers.schedules import multiplier, set_rates
 
 NamedTensors: TypeAlias = Sequence[tuple[str, Tensor]]
 """The parameters of one run with their names."""
@@ -51,7 +51,7 @@ class TorchClass:
         """The same class at a rate and under a schedule; a rate that the options fix is left."""
         rest = None if self.rest is None else self.rest.at(rate, warm_up, total)
         lr = rate if self.lr is None else self.lr
-        return TorchClass(self.name, self.kind, self.options, lr, rest, self.rest_names, warm_up, total)
+        return replace(self, lr=lr, rest=rest, warm_up=warm_up, total=total)
 
     def __call__(self, params: NamedTensors) -> list[Optimizer]:
         """The optimisers of these parameters.
@@ -90,9 +90,8 @@ class _Cosine:
         self.warm_up, self.total, self.step = warm_up, total, 0
 
     def __call__(self, optimizer: Optimizer, args: Any, options: Any) -> None:
-        factor = float(warm_up_cosine(torch.tensor(self.step), self.warm_up, self.total))
-        for group, rate in zip(optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = rate * factor
+        factor = multiplier("cosine", self.step, self.warm_up, self.total)
+        set_rates(optimizer, [rate * factor for rate in self.rates])
         self.step += 1
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from l2lopt.core.layout import Layout
 from l2lopt.estimators.window import MeanAdjoint, Window
-from l2lopt.optimisers.rules import DIRECTION, EPS, DirectionAndMagnitude
+from l2lopt.optimisers.rules import DIRECTION, DirectionAndMagnitude, root_of_mean
 
 MEAN = f"tensors.{DIRECTION}"
 """Name of the mean square of each tensor's directions in a record."""
@@ -40,9 +40,7 @@ def numbers(window: Window) -> list[int]:
 
 def root_of(squares: Tensor, layout: Layout, by_fan_in: bool) -> Tensor:
     """R of the mean squares [..., tensors], as `rules.root_mean_square` has it."""
-    factors = squares.new_tensor(layout.fan_ins) if by_fan_in else 1
-    # EPS keeps R above 0: a tensor whose directions are all 0 would otherwise divide 0 by 0.
-    return ((squares + EPS**2) * factors).sqrt()
+    return root_of_mean(squares, squares.new_tensor(layout.fan_ins) if by_fan_in else None)
 
 
 def statistic(rule: DirectionAndMagnitude, window: Window, adjoints: Mapping[str, MeanAdjoint]) -> Statistic:

@@ -182,8 +182,14 @@ def root_mean_square(values: Tensor, layout: Layout, by_fan_in: bool = False) ->
         by_fan_in: Whether to multiply by the root of the tensor's fan-in.
     """
     # EPS² under the root and not EPS beside it: √ has no finite derivative where a whole tensor is 0.
-    found = (layout.tensors.mean(DIRECTION, values.square()) + EPS**2).sqrt()
-    return found * layout.tensors.each(layout.fan_ins, found).sqrt() if by_fan_in else found
+    squares = layout.tensors.mean(DIRECTION, values.square())
+    return root_of_mean(squares, layout.tensors.each(layout.fan_ins, squares) if by_fan_in else None)
+
+
+def root_of_mean(squares: Tensor, fan_ins: Tensor | None) -> Tensor:
+    """The root of mean squares, at least `EPS`, times the root of the fan-ins where there are any."""
+    found = (squares + EPS**2).sqrt()
+    return found if fan_ins is None else found * fan_ins.sqrt()
 
 
 RULES: Mapping[str, type[UpdateRule]] = {

@@ -5,7 +5,7 @@ update on any block. One whose coordinates meet, in means over groups or in func
 blocks of whole tensors.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple
@@ -13,9 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from l2lopt.core.groupings import COMPUTED, Controls, Exchange, Grouping
+from l2lopt.core.groupings import COMPUTED
 from l2lopt.core.layout import Layout, Params
 from l2lopt.core.types import OptimiserState
+from l2lopt.estimators.exchange import Recorder
 from l2lopt.optimisers import Optimiser
 from l2lopt.torch_optim.state_parts import AXES
 
@@ -111,35 +112,8 @@ def _groups(state: OptimiserState, block: Block) -> dict[str, Params]:
 
 def _coordinates_meet(rule: Optimiser, like: Tensor) -> bool:
     """Whether the coordinates of a rule meet, found by one update of a single coordinate."""
-    watch = _Watch()
-    layout = Layout(("one",), ((1,),)).meeting(watch)
+    recorder = Recorder(COMPUTED)
+    layout = Layout(("one",), ((1,),)).meeting(recorder)
     one = like.new_zeros(1)
     rule.update(one, rule.init(layout, like=one), one, loss=one.sum())
-    return watch.found
-
-
-class _Watch(Exchange):
-    """Computes what coordinates meet in, and notes that they do."""
-
-    def __init__(self) -> None:
-        self.found = False
-
-    def mean(self, grouping: Grouping, name: str, values: Tensor) -> Tensor:
-        """See `Exchange.mean`."""
-        self.found = True
-        return COMPUTED.mean(grouping, name, values)
-
-    def mean_of_sums(self, grouping: Grouping, name: str, sums: Tensor) -> Tensor:
-        """See `Exchange.mean_of_sums`."""
-        self.found = True
-        return COMPUTED.mean_of_sums(grouping, name, sums)
-
-    def whole(self, name: str, function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
-        """See `Exchange.whole`."""
-        self.found = True
-        return COMPUTED.whole(name, function, values)
-
-    def controls(self, grouping: Grouping, name: str, compute: Callable[[], Controls], memory: Params) -> Controls:
-        """See `Exchange.controls`."""
-        self.found = True
-        return COMPUTED.controls(grouping, name, compute, memory)
+    return any(recorder.meeting)

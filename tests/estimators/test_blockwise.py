@@ -2,6 +2,7 @@
 
 import math
 from contextlib import contextmanager
+from functools import partial
 from itertools import product
 
 import laws
@@ -70,16 +71,7 @@ def test_a_record_in_bfloat16_is_what_the_optimiser_sees():
 @pytest.mark.parametrize("seeds", [3, (3, 4)], ids=["run", "rows"])
 def test_the_mean_over_samples_of_coordinates_is_the_whole(rule, seeds):
     task = problem(rule, "module with batch norm", seeds=seeds, length=2)
-    whole = laws.run(Blockwise(), task).gradient
-    draws = []
-    for seed in range(300):
-        unroll = Blockwise(share=0.25)
-        draws.append(unroll(*task[:4], task.steps, unroll.init(task.carry, task.phi, seed)).gradient)
-    for name, exact in whole.items():
-        drawn = torch.stack([draw[name] for draw in draws])
-        error = drawn.std(0) / len(draws) ** 0.5
-        assert ((drawn.mean(0) - exact).abs() <= 5 * error + 1e-12 * exact.abs().max()).all()
-        assert (drawn.std(0) > 0).any() or not exact.any()
+    laws.assert_samples_average_to_the_whole(partial(Blockwise, share=0.25), Blockwise(), task, 300)
 
 
 def test_a_sample_leaves_the_run_as_it_is():

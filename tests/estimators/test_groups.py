@@ -1,5 +1,7 @@
 """Meta-gradients of rules whose coordinates meet: in means, functions of whole tensors, networks per group."""
 
+from functools import partial
+
 import laws
 import pytest
 import torch
@@ -49,15 +51,7 @@ def test_state_keeps_its_structure(rule):
 @each_grouped
 def test_the_mean_over_samples_of_coordinates_is_the_whole(rule):
     task = problem(rule, "module with batch norm", length=3)
-    whole = laws.run(Blockwise(), task).gradient
-    draws = []
-    for seed in range(200):
-        estimator = Blockwise(share=0.3)
-        draws.append(estimator(*task[:4], task.steps, estimator.init(task.carry, task.phi, seed)).gradient)
-    for name, exact in whole.items():
-        drawn = torch.stack([draw[name] for draw in draws])
-        error = drawn.std(0) / len(draws) ** 0.5
-        assert ((drawn.mean(0) - exact).abs() <= 5 * error + 1e-12 * exact.abs().max()).all()
+    laws.assert_samples_average_to_the_whole(partial(Blockwise, share=0.3), Blockwise(), task, 200)
 
 
 @each_grouped

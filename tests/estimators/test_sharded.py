@@ -18,6 +18,8 @@ from l2lopt.estimators import Backprop, Blockwise
 WHOLE = Layout(("matrix", "vector", "scalars"), ((4, 3), (5,), (1,)))
 CUTS = {0: (3, 2, 1), 1: (1, 3, 0)}
 """Rank → rows of each tensor that lie there, the last one all in the first process."""
+LEFT_OUT = {0: (4, 5, 1), 1: (0, 0, 0)}
+"""The same where a process has nothing."""
 RULES = ["factored moments", "per-tensor network that steers", "coordinatewise direction-and-magnitude by fan-in"]
 
 
@@ -28,10 +30,10 @@ def total(values):
     return values
 
 
-def places(rank):
+def places(rank, cuts=CUTS):
     """Which of the whole vector's coordinates lie in a process."""
     found, first = [], 0
-    for shape, size, mine, others in zip(WHOLE.shapes, WHOLE.sizes, CUTS[rank], CUTS[0], strict=True):
+    for shape, size, mine, others in zip(WHOLE.shapes, WHOLE.sizes, cuts[rank], cuts[0], strict=True):
         low = first + (0 if rank == 0 else others * (size // shape[0]))
         found.append(torch.arange(low, low + mine * (size // shape[0])))
         first += size
@@ -52,18 +54,19 @@ def task(rule, here, layout, summed):
     return Problem(rule.update_with, loss, rule.phi(), carry, steps)
 
 
-def sharded(rank, label, block):
-    shapes = tuple((mine, *shape[1:]) for mine, shape in zip(CUTS[rank], WHOLE.shapes, strict=True))
+def sharded(rank, label, block, cuts=CUTS):
+    shapes = tuple((mine, *shape[1:]) for mine, shape in zip(cuts[rank], WHOLE.shapes, strict=True))
     # Cut along the first axis: every row lies in one process, and a column in both.
     shards = Shards(WHOLE.shapes, total, None, total)
     rule = (OPTIMISERS | DOUBLES)[label]()
     ours = laws.run(
-        Blockwise(block=block), task(rule, places(rank), Layout(WHOLE.names, shapes, shards, WHOLE.fan_ins), total)
+        Blockwise(block=block),
+        task(rule, places(rank, cuts), Layout(WHOLE.names, shapes, shards, WHOLE.fan_ins), total),
     )
     alone = laws.run(Backprop(), task(rule, torch.arange(WHOLE.size), WHOLE, lambda value: value))
     assert any(piece.abs().max() > 1e-6 for piece in alone.gradient.values())
     laws.assert_close([ours.value, ours.gradient, ours.losses], [alone.value, alone.gradient, alone.losses], 1e-10)
-    laws.assert_close(ours.carry.params, alone.carry.params[places(rank)])
+    laws.assert_close(ours.carry.params, alone.carry.params[places(rank, cuts)])
 
 
 def refused(rank):
@@ -79,6 +82,11 @@ def refused(rank):
 @pytest.mark.parametrize("block", [7, *(pytest.param(block, marks=pytest.mark.slow) for block in (1, 8192))])
 def test_processes_give_the_tapes_meta_gradient(rule, block):
     processes.run(partial(sharded, label=rule, block=block), 2)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_process_without_coordinates_waits_for_nobody(rule):
+    processes.run(partial(sharded, label=rule, block=7, cuts=LEFT_OUT), 2, timeout=60.0)
 
 
 def test_a_function_of_whole_tensors_is_refused():

@@ -117,10 +117,11 @@ def test_the_step_is_the_references(cell, rule):
 
 @pytest.mark.parametrize(("cell", "rule"), EACH)
 def test_the_way_back_is_autograds(cell, rule):
+    # log_scale's gradient is what 186 terms leave of 300 times its size: against float64 both err by up to 2e-5 there.
     optimiser = learned(cell, rule, INPUTS)
     block = moved(window(optimiser, 3, (2,), 31, dtype=torch.float32))
     phi = optimiser.to(DEVICE).phi()
-    laws.assert_close(replay(optimiser, phi, block), replayed(optimiser, phi, block), 1e-5)
+    laws.assert_close(replay(optimiser, phi, block), replayed(optimiser, phi, block), 3e-5)
 
 
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16], ids=str)
