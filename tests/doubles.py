@@ -101,6 +101,13 @@ class Steered(Optimiser):
         return update, OptimiserState(state.layout, {"m": m}, {"tensors": memory}, {"step": state.shared["step"] + 1})
 
 
+class SteeredByPhi(Steered):
+    """The network's input, a mean square, depends on φ, so that its adjoint would have to come through the network."""
+
+    def update(self, grads, state, params, *, loss=None):
+        return super().update(grads * self.out.square().mean(), state, params, loss=loss)
+
+
 def orthogonalised(values: Tensor, layout: Layout) -> Tensor:
     """Five Newton-Schulz steps on each tensor's matrix view; vectors are divided by their length."""
     parts = []

@@ -59,8 +59,8 @@ class Blockwise(MetaGradientEstimator):
     - gradients alone: a constant of first order, exact without further work;
     - φ through the update: its adjoint sums over all blocks. A first pass over the blocks finds it (one pass for each
       such mean of a step), and the replay takes the derivative of the mean from that;
-    - θ, or itself through the state: the adjoints of different steps would have to wait for one another across
-      blocks. It is taken as a constant, and a line in the log says so;
+    - θ, or itself through the state, or φ where a network per group reads it: the adjoints of different steps would
+      have to wait for one another across blocks. It is taken as a constant, and a line in the log says so;
     - a network per group: the blocks give the adjoints of its outputs, and backpropagation goes through its steps once.
 
     With `share` below 1 only a random share of each tensor's coordinates is recorded and replayed, drawn anew for
@@ -286,7 +286,8 @@ class Blockwise(MetaGradientEstimator):
             self._dependencies = way.update, found
             if found.constant:
                 logging.getLogger("l2lopt").info(
-                    "blockwise: taken as constants, as they depend on θ or on themselves: %s", ", ".join(found.constant)
+                    "blockwise: taken as constants: %s, as they depend on θ or themselves, or a network reads them",
+                    ", ".join(found.constant),
                 )
         return self._dependencies[1].linked
 

@@ -5,7 +5,7 @@ from functools import partial
 import laws
 import pytest
 import torch
-from doubles import FactoredMoments, OwnMean
+from doubles import FactoredMoments, OwnMean, SteeredByPhi
 from implementations import GROUPED, Problem, means_of_params, normal, problem, with_means_constant
 
 from l2lopt.core.errors import UserError
@@ -62,11 +62,15 @@ def test_the_plan_counts_functions_of_whole_tensors(rule):
     assert plan.vectors - 1 <= len(estimator.rows.made) <= plan.vectors
 
 
-def test_a_mean_of_the_parameters_is_left_out_and_the_log_says_so(caplog):
-    task = _with(FactoredMoments(sees_params=True).double())
+@pytest.mark.parametrize(
+    ("rule", "left_out"),
+    [(FactoredMoments(sees_params=True), "tensors.output"), (SteeredByPhi(), "tensors.square")],
+    ids=["of the parameters", "before a network"],
+)
+def test_a_mean_whose_adjoint_would_be_incomplete_is_left_out_and_the_log_says_so(rule, left_out, caplog):
     with caplog.at_level("INFO", "l2lopt"):
-        laws.run(Blockwise(), task)
-    assert "taken as constants, as they depend on θ or on themselves: tensors.output" in caplog.text
+        laws.run(Blockwise(), _with(rule.double()))
+    assert f"taken as constants: {left_out}, " in caplog.text
 
 
 def test_means_that_nobody_has_declared_are_refused():
