@@ -286,8 +286,7 @@ class Blockwise(MetaGradientEstimator):
             self._dependencies = way.update, found
             if found.constant:
                 logging.getLogger("l2lopt").info(
-                    "blockwise: taken as constants: %s, as they depend on θ or themselves, or a network reads them",
-                    ", ".join(found.constant),
+                    "blockwise: taken as constants, see its docstring: %s", ", ".join(found.constant)
                 )
         return self._dependencies[1].linked
 

@@ -88,7 +88,7 @@ def test_pieces_make_the_whole(make, length):
 
 
 @each_unroll
-@pytest.mark.parametrize(("rule", "length"), crossed(LEARNED, [1, 2, 5, 9, 3]))
+@pytest.mark.parametrize(("rule", "length"), crossed(LEARNED, [2, 9, 3]))
 def test_truncation_sums_pieces(make, rule, length):
     laws.assert_truncation_sums_pieces(make(window=length), make(), problem(rule, length=5), length)
 
