@@ -138,6 +138,7 @@ def test_the_program_starts_by_itself(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 def test_an_interruption_ends_in_a_line_and_code_130(tmp_path):
     changes = ["optimisee=quadratic", "optimiser=torch.optim.SGD", "train.steps=1000000"]

@@ -31,7 +31,10 @@ def work(piece, report):
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [("fails", "piece: expected this, found that"), ("killed", "jobs: expected every process to live, .*lower --jobs")],
+    [
+        ("fails", "piece: expected this, found that"),
+        pytest.param("killed", "jobs: expected every process to live, .*lower --jobs", marks=pytest.mark.slow),
+    ],
 )
 def test_where_a_piece_fails_the_others_are_ended(tmp_path, kind, message):
     with pytest.raises(UserError, match=message):
@@ -56,6 +59,7 @@ def odd(piece, report):
         report("train", piece, piece, {"loss": 0.5})
 
 
+@pytest.mark.slow
 def test_no_process_outlives_the_one_that_began_it(tmp_path):
     """Or it would go on beside whoever takes the study up again."""
     code = "import pathlib, test_jobs as t; t.run_jobs(t.endless, [pathlib.Path('made')], 2, t.silent)"
