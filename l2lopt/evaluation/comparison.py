@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from scipy import stats
 from torch import Tensor
 
 from l2lopt.core.errors import UserError
@@ -14,6 +13,7 @@ from l2lopt.core.types import Report, silent
 from l2lopt.evaluation.free_runs import Curves, RunCache, Runner, no_cache, record_steps, run_groups
 from l2lopt.evaluation.settings import SPLITS, Baseline, BaselineAtRates, EvaluationSettings
 from l2lopt.optimisee import Optimisee, Split
+from l2lopt.report.interval import half_width
 
 ByStep = dict[int, Tensor]
 """Step → the loss of each problem, [S]."""
@@ -305,5 +305,5 @@ def interval(values: Tensor) -> tuple[float, float, float]:
     mean, count = float(values.mean()), len(values)
     if count < 2:
         return mean, torch.nan, torch.nan
-    half = float(stats.t.ppf(0.975, count - 1)) * float(values.std()) / count**0.5
+    half = half_width(float(values.std()), count)
     return mean, mean - half, mean + half

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
-from scipy import stats
 
 from l2lopt.core.errors import UserError
+from l2lopt.report.interval import half_width
 from l2lopt.report.style import BASELINES, DASHES, LEARNED, MARKERS, STYLE, write_figure
 from l2lopt.storage.run_log import existing
 
@@ -204,4 +204,4 @@ def _band(by_step: Mapping[int, Iterable[float]]) -> Band:
 def _half_width(values: np.ndarray) -> float:
     if len(values) < 2 or not np.isfinite(values).all():
         return 0.0
-    return float(stats.t.ppf(0.975, len(values) - 1)) * float(values.std(ddof=1)) / math.sqrt(len(values))
+    return half_width(float(values.std(ddof=1)), len(values))

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor
 
 from l2lopt.core.errors import UserError
@@ -24,6 +23,8 @@ class InMemory(NamedTuple):
 
 def digits(dtype: torch.dtype = torch.float32) -> InMemory:
     """The 1,797 handwritten 8×8 digits that scikit-learn carries, flat, in [0, 1]: 1,300 to train, 497 to test."""
+    from sklearn.datasets import load_digits  # seconds to import, and only these data need it
+
     images, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(images), generator=generator("digits", "split"))
     inputs, targets = torch.as_tensor(images, dtype=dtype)[order] / 16, torch.as_tensor(labels)[order].long()

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from scipy.io import loadmat
-from scipy.io.matlab import MatReadError
 from torch import Tensor
 
 from l2lopt.core.errors import UserError, did_you_mean
@@ -89,6 +87,8 @@ def mnist(root: Path, download: bool = False) -> InMemory:
 
 def svhn(root: Path, download: bool = False) -> InMemory:
     """House numbers cropped to digits of 32×32 in colour, 73,257 + 26,032 where the files are whole."""
+    from scipy.io import loadmat  # a second to import, like torchvision
+    from scipy.io.matlab import MatReadError
     from torchvision.datasets import SVHN
 
     folder = root / "svhn"

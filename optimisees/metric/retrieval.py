@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from sklearn.metrics import average_precision_score
-from sklearn.neighbors import KNeighborsClassifier, NearestNeighbors
 from torch import Tensor
 
 from l2lopt.core.errors import UserError
@@ -43,6 +41,9 @@ def retrieval(distances: Tensor, labels: Tensor, subjects: Tensor, ks: tuple[int
     Raises:
         UserError: For one subject alone, or more neighbours than other subjects have windows.
     """
+    from sklearn.metrics import average_precision_score  # seconds to import, and only these functions need it
+    from sklearn.neighbors import KNeighborsClassifier, NearestNeighbors
+
     d, y = distances.double().cpu().numpy(), labels.cpu().numpy()
     hits, right = {k: 0 for k in ks}, {k: 0 for k in ks}
     precisions = []
@@ -71,6 +72,8 @@ def neighbour_curve(distances: Tensor) -> Tensor:
     Args:
         distances: [n, n], the diagonal not looked at; scaled by the lowest and the highest of them.
     """
+    from sklearn.neighbors import NearestNeighbors
+
     n = len(distances)
     d = distances.double().cpu()
     off = d[~torch.eye(n, dtype=torch.bool)]
