@@ -25,7 +25,8 @@ DIRECTION = "coordinatewise direction-and-magnitude"
 
 
 @each_blockwise
-@pytest.mark.parametrize(("rule", "mixture", "objective"), crossed(LEARNED, MIXTURES, ["loss", "log-loss"]))
+@pytest.mark.parametrize("objective", ["loss", pytest.param("log-loss", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("rule", "mixture"), crossed(LEARNED, MIXTURES))
 def test_meta_gradient_is_exact(make, objective, rule, mixture):
     """Against the `torch.func` oracle; means that depend on θ are constants."""
     task = problem(rule, mixture=mixture)

@@ -78,16 +78,19 @@ def refused(rank):
         laws.run(Blockwise(), task(DOUBLES["orthogonalised input"](), places(rank), layout, total))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("block", [7, *(pytest.param(block, marks=pytest.mark.slow) for block in (1, 8192))])
+@pytest.mark.parametrize("block", [1, 7, 8192])
 def test_processes_give_the_tapes_meta_gradient(rule, block):
     processes.run(partial(sharded, label=rule, block=block), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_a_process_without_coordinates_waits_for_nobody(rule):
     processes.run(partial(sharded, label=rule, block=7, cuts=LEFT_OUT), 2, timeout=60.0)
 
 
+@pytest.mark.slow
 def test_a_function_of_whole_tensors_is_refused():
     processes.run(refused, 2)

@@ -42,7 +42,7 @@ def test_equals_the_tape(rule, mixture):
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-@pytest.mark.parametrize("truncation", [None, 1, 3])
+@pytest.mark.parametrize("truncation", [None, pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("rule", [DIRECTION, f"{DIRECTION} by fan-in"])
 @pytest.mark.parametrize("seeds", [3, (3, 4)], ids=["run", "rows"])
 def test_the_adjoint_of_a_mean_is_the_tapes(seeds, rule, truncation, backend):

@@ -30,7 +30,7 @@ from l2lopt.torch_optim.flat_vectors import FlatVector
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # NumPy's, for σ(−100) = 0
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SIZES = [1, 31, *(pytest.param(size, marks=pytest.mark.slow) for size in (301, 4099))]
+SIZES = [31, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 301, 4099))]
 OFTEN = {(cell, rule) for cell in ("lstm", "ihc-lstm") for rule in ("gated", "direction-and-magnitude")}
 EACH = [
     pytest.param(cell, rule, marks=[] if (cell, rule) in OFTEN else pytest.mark.slow)
