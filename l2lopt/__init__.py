@@ -3,7 +3,7 @@
 `meta_train`, `evaluate`, `train`, `sample`, `reproduce`, `plot` and `demo` do what the command line does, and the first
 three also work on your own model, loss and data, of which `make_optimisee` makes an optimisee. `save` and `load` write
 and read learned optimisers, `list_weights` names those that come with the package, `push` and `pull` share them, and
-`LearnedOptimizer` puts one into any training loop.
+`LearnedOptimizer` puts one into any training loop; `parameter_groups` tells it what a module's parameters are.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from l2lopt.experiments.runs import demo, evaluate, meta_train, plot, publish, train
     from l2lopt.experiments.samples import paint, sample
     from l2lopt.torch_optim.learned_optimizer import LearnedOptimizer
+    from l2lopt.torch_optim.parameter_groups import parameter_groups
     from l2lopt.weights.files import list_weights, load, save
     from l2lopt.weights.hub import pull, push
 
@@ -28,6 +29,7 @@ _HOME = {
     "make_optimisee": "experiments.make_optimisee",
     "meta_train": "experiments.runs",
     "paint": "experiments.samples",
+    "parameter_groups": "torch_optim.parameter_groups",
     "plot": "experiments.runs",
     "publish": "experiments.runs",
     "pull": "weights.hub",
@@ -58,6 +60,7 @@ __all__ = [
     "make_optimisee",
     "meta_train",
     "paint",
+    "parameter_groups",
     "plot",
     "publish",
     "pull",

@@ -12,6 +12,7 @@ from torch.func import vmap
 from torch.utils import _pytree as pytree
 
 from l2lopt.core.errors import UserError
+from l2lopt.core.kinds import Role
 from l2lopt.core.layout import Layout, Params
 from l2lopt.core.references import References
 from l2lopt.core.types import Aux, Batch, Loss, ModuleLoss, ModuleParts, stack
@@ -166,6 +167,13 @@ class Optimisee(ABC):
         """The module and the criterion that `loss` consists of, if it does; None by default."""
         return None
 
+    def roles(self) -> Mapping[str, Role]:
+        """What parameters are to an optimiser (see `core.kinds`), by name, where names and shapes do not tell it.
+
+        None by default.
+        """
+        return {}
+
     def artefacts(self, params: Params, aux: Aux, folder: Path) -> None:  # noqa: B027  nothing is the hook's default
         """Writes files that belong beside trained parameters, such as a vocabulary; none by default.
 
@@ -233,7 +241,7 @@ def over_rows(function: Callable[..., Any]) -> Callable[..., Any]:
 def init_rows(optimisee: Optimisee, seeds: Sequence[int]) -> tuple[Layout, Tensor, Aux]:
     """Fresh runs side by side, a row for each seed: the layout, θ [S, n] and the aux with S rows."""
     params, aux = zip(*(optimisee.init(seed) for seed in seeds), strict=True)
-    layout = Layout.of(params[0])
+    layout = Layout.of(params[0], optimisee.roles())
     return layout, torch.stack([layout.ravel(row) for row in params]), stack(list(aux))
 
 

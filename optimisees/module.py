@@ -9,6 +9,7 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from l2lopt.core.errors import UserError, above_0
+from l2lopt.core.kinds import Role, roles_in
 from l2lopt.core.layout import Params
 from l2lopt.core.seeding import generator, seed_of, seeded
 from l2lopt.core.types import Aux, Batch, ModuleParts
@@ -118,6 +119,10 @@ class ModuleOptimisee(Optimisee):
     def evaluation_batches(self, split: Split, seed: int) -> Iterator[tuple[Batch, int]]:
         """The samples of the split, or `evaluation_samples` of them, `evaluation_size` at a time."""
         yield from self._whole[split] if split in self._whole else self._cut(split, seed)
+
+    def roles(self) -> Mapping[str, Role]:
+        """As the module's classes say."""
+        return roles_in(self._training)
 
     def module_parts(self) -> ModuleParts:
         """The model with given masks, and the criterion."""

@@ -312,6 +312,8 @@ def warm_up_then(shape, step, warm_up, total, final=0.0):
     """The multiplier of the update `step` = 0, 1, …."""
     if step < warm_up:
         return (step + 1) / warm_up
+    if shape == "inverse":
+        return max(final, 100 / (100 + step - warm_up))
     if total is None:
         return 1.0
     p = min((step - warm_up) / (total - warm_up), 1)
@@ -320,6 +322,7 @@ def warm_up_then(shape, step, warm_up, total, final=0.0):
         "linear": 1 - (1 - final) * p,
         "cosine": final + (1 - final) * (1 + math.cos(math.pi * p)) / 2,
         "exponential": math.exp(p * math.log(final)) if final else None,
+        "warm-up-stable-decay": 1.0 if p < 0.8 else final + (1 - final) * 5 * (1 - p),
     }[shape]
 
 

@@ -11,13 +11,13 @@ by itself, on another process, or as a sample of the whole.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from l2lopt.core.errors import UserError
+from l2lopt.core.kinds import matrix_view
 
 GROUPINGS = ("tensors", "rows", "columns")
 Shape: TypeAlias = tuple[int, ...]
@@ -143,8 +143,8 @@ class WholeGrouping(Grouping):
     def __init__(self, name: str, exchange: Exchange, shapes: Sequence[Shape], shards: Shards | None = None) -> None:
         super().__init__(name, exchange)
         self._shards = shards
-        self._matrices = [_matrix(shape) for shape in shapes]
-        self._whole = self._matrices if shards is None else [_matrix(shape) for shape in shards.shapes]
+        self._matrices = [matrix_view(shape) for shape in shapes]
+        self._whole = self._matrices if shards is None else [matrix_view(shape) for shape in shards.shapes]
         self.counts = tuple({"tensors": 1, "rows": rows, "columns": columns}[name] for rows, columns in self._matrices)
         """Groups of each tensor."""
         self._members: dict[tuple[torch.dtype, torch.device], Tensor] = {}
@@ -314,11 +314,6 @@ class Computed(Exchange):
 
 
 COMPUTED = Computed()
-
-
-def _matrix(shape: Shape) -> tuple[int, int]:
-    """Rows and columns of a tensor's matrix view."""
-    return (shape[0], prod(shape[1:])) if shape else (1, 1)
 
 
 def key_of(grouping: Any, name: str) -> str:

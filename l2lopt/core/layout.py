@@ -21,6 +21,7 @@ from l2lopt.core.groupings import (
     SlicedGrouping,
     WholeGrouping,
 )
+from l2lopt.core.kinds import Role, as_roles, roles
 
 Params: TypeAlias = dict[str, Tensor]
 """Named tensors: an optimisee's parameters θ or an optimiser's meta-parameters φ."""
@@ -52,6 +53,8 @@ class Layout:
         fan_ins: Numbers that each of a tensor's outputs is made of: the product of all axes but the first. A vector or
             scalar (a bias, a norm's gain) takes that of the last matrix before it, or its own size where there is none.
             Worked out from the shapes unless given.
+        roles: What each tensor is: its kind, and how many matrices are stacked in it. Worked out from names and shapes
+            unless given, see `core.kinds`.
         exchange: The way in which coordinates meet.
         origin: The whole layout that this is a slice of, or None.
         places: The places [B] of a slice's coordinates in the whole; None for all or no coordinates.
@@ -61,6 +64,7 @@ class Layout:
     shapes: tuple[tuple[int, ...], ...]
     shards: Shards | None = None
     fan_ins: tuple[int, ...] = ()
+    roles: tuple[Role, ...] = ()
     # Not compared: layouts of one vector are equal however its coordinates meet.
     exchange: Exchange = field(default=COMPUTED, compare=False, repr=False)
     origin: "Layout | None" = field(default=None, compare=False, repr=False)
@@ -74,11 +78,14 @@ class Layout:
                 last = prod(shape[1:]) if len(shape) > 1 else last
                 found.append(max(last or prod(shape), 1))
             object.__setattr__(self, "fan_ins", tuple(found))
+        if not self.roles:
+            object.__setattr__(self, "roles", roles(self.names, self.whole_shapes))
 
     @classmethod
-    def of(cls, params: Mapping[str, Tensor]) -> "Layout":
-        """The layout of `params`, in their order."""
-        return cls(tuple(params), tuple(tuple(tensor.shape) for tensor in params.values()))
+    def of(cls, params: Mapping[str, Tensor], known: Mapping[str, Role] | None = None) -> "Layout":
+        """The layout of `params`, in their order, with the roles that are known of some of them."""
+        names, shapes = tuple(params), tuple(tuple(tensor.shape) for tensor in params.values())
+        return cls(names, shapes, roles=as_roles(names, shapes, known or {}))
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -155,7 +162,8 @@ class Layout:
     def part(self, first: int, end: int) -> "Layout":
         """The layout of tensors `first` … `end` − 1 alone."""
         shards = None if self.shards is None else self.shards._replace(shapes=self.shards.shapes[first:end])
-        return Layout(self.names[first:end], self.shapes[first:end], shards, self.fan_ins[first:end], self.exchange)
+        cut = slice(first, end)
+        return Layout(self.names[cut], self.shapes[cut], shards, self.fan_ins[cut], self.roles[cut], self.exchange)
 
     def meeting(self, exchange: Exchange) -> "Layout":
         """The same layout, whose coordinates meet in another way."""
@@ -168,19 +176,24 @@ class Layout:
             sizes.append((max(0, min(high, first + size) - max(low, first)),))
             first += size
         places = torch.arange(low, high) if self.places is None else self.places[low:high]
-        return Layout(self.names, tuple(sizes), None, self.fan_ins, self.exchange, self.origin or self, places)
+        return self._sliced(tuple(sizes), places)
 
     def select(self, places: Tensor) -> "Layout":
         """The coordinates at `places` [m], which rise: all names, with the numbers of coordinates chosen of each."""
-        # Fan-ins are handed on below: the sizes of a selection no longer tell them.
+        # Fan-ins are handed on: the sizes of a selection no longer tell them.
         ends = torch.tensor(self.sizes).cumsum(0)
         cuts = torch.searchsorted(places, ends).tolist()
         sizes = tuple((end - begin,) for begin, end in zip([0, *cuts], cuts, strict=False))
-        return Layout(self.names, sizes, None, self.fan_ins, self.exchange, self.origin or self, places)
+        return self._sliced(sizes, places)
 
     def emptied(self) -> "Layout":
         """All groups and no coordinates, for networks per group by themselves."""
-        return Layout(self.names, ((0,),) * len(self.names), None, self.fan_ins, self.exchange, self.origin or self)
+        return self._sliced(((0,),) * len(self.names), None)
+
+    def _sliced(self, sizes: tuple[tuple[int, ...], ...], places: Tensor | None) -> "Layout":
+        """All names with fewer coordinates, which knows the whole."""
+        origin = self.origin or self
+        return Layout(self.names, sizes, None, self.fan_ins, self.roles, self.exchange, origin, places)
 
     def _grouping(self, name: str) -> Grouping:
         if self.origin is None:

@@ -154,7 +154,8 @@ def _one_by_one(
 ) -> Curves:
     """The run of a class of `torch.optim` on one problem."""
     params, aux = optimisee.init(seed)
-    layout, params = Layout.of(params), {name: value.clone().requires_grad_() for name, value in params.items()}
+    layout = Layout.of(params, optimisee.roles())
+    params = {name: value.clone().requires_grad_() for name, value in params.items()}
     made = factory(list(params.items()))
     optimizers = [made] if isinstance(made, Optimizer) else list(made)
     losses: dict[Split, list[Tensor]] = {split: [] for split in splits}

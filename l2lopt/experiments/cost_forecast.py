@@ -151,7 +151,7 @@ def _unrolled(experiment: Experiment, seed: int) -> float:
     shortest = unroll.length if isinstance(unroll.length, int) else unroll.length[0]
     steps = min(unroll.truncation or shortest, shortest, 4)
     params, aux = optimisee.init(seed)
-    layout = Layout.of(params)
+    layout = Layout.of(params, optimisee.roles())
     flat = layout.ravel(params)
     carry = Carry(flat, aux, optimiser.init(layout, like=flat))
     update, loss = kernels.block_update(optimiser, experiment.config.backend), flat_loss(optimisee, layout)

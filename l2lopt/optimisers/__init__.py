@@ -9,7 +9,9 @@ from l2lopt.optimisers.base import Optimiser
 from l2lopt.optimisers.coordinatewise import Coordinatewise, coordinatewise
 from l2lopt.optimisers.hand_designed import SGD, AdamW, Momentum, Rate, adam
 from l2lopt.optimisers.inputs import INPUTS, Input
+from l2lopt.optimisers.muon import Muon
 from l2lopt.optimisers.normalised_adam import NormalisedAdam
+from l2lopt.optimisers.normalised_muon import NormalisedMuon
 from l2lopt.optimisers.rules import RULES, UpdateRule
 from l2lopt.optimisers.schedules import Schedule, Scheduled
 
@@ -42,8 +44,12 @@ HAND_DESIGNED: Mapping[str, Callable[..., Optimiser]] = {
     "momentum": Momentum,
     "adam": adam,
     "adamw": AdamW,
+    "muon": Muon,
     "normalised-adam": NormalisedAdam,
+    "normalised-muon": NormalisedMuon,
 }
+UNTUNED = ("normalised-adam", "normalised-muon")
+"""Hand-designed optimisers that need no rate."""
 WRAPPERS: Mapping[str, Callable[..., Optimiser]] = {"scheduled": scheduled}
 """Optimisers around another one, whose choice is among their options."""
 OPTIMISERS: Mapping[str, Callable[..., Optimiser]] = {**LEARNED, **HAND_DESIGNED, **WRAPPERS}
@@ -68,12 +74,15 @@ __all__ = [
     "OPTIMISERS",
     "RULES",
     "SGD",
+    "UNTUNED",
     "WRAPPERS",
     "AdamW",
     "Coordinatewise",
     "Input",
     "Momentum",
+    "Muon",
     "NormalisedAdam",
+    "NormalisedMuon",
     "Optimiser",
     "Scheduled",
     "UpdateRule",

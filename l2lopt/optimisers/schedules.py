@@ -12,28 +12,85 @@ from l2lopt.core.layout import Layout
 from l2lopt.core.types import OptimiserState
 from l2lopt.optimisers.base import Optimiser, zero_step
 
-Schedule: TypeAlias = Literal["constant", "linear", "cosine", "exponential"]
+Schedule: TypeAlias = Literal["constant", "linear", "cosine", "exponential", "warm-up-stable-decay", "inverse"]
 """The way a multiplier falls after the warm-up."""
+
+
+STABLE = 0.8
+"""Share of the way after which "warm-up-stable-decay" begins to fall."""
+HALVED = 100
+"""Updates after which "inverse" has fallen to a half."""
+UNKNOWN = 10
+"""Updates of the warm-up of a run whose end is not known."""
 
 
 def warm_up_then(shape: Schedule, step: Tensor, warm_up: int, total: int | None, final: float = 0.0) -> Tensor:
     """The multiplier at update `step` = 0, 1, …: linear to 1 over `warm_up` updates, then down to `final` at `total`.
 
     min(1, (step + 1) / warm_up) during the warm-up. Then, with p = (step − warm_up) / (total − warm_up) in [0, 1]:
-    1 for "constant", final^p for "exponential", and final + (1 − final)·c with c = 1 − p for "linear" and
-    ½(1 + cos πp) for "cosine"; 1 throughout where `total` is None. In [0, 1], float64.
+
+    - "constant": 1;
+    - "linear", "cosine", "warm-up-stable-decay": final + (1 − final)·c with c = 1 − p, ½(1 + cos πp), and
+      min(1, (1 − p) / (1 − `STABLE`)) (Hu et al. 2024, arXiv:2404.06395);
+    - "exponential": final^p;
+    - "inverse": 1 / (1 + (step − warm_up) / `HALVED`), at least `final`, whatever `total` is: for runs whose end nobody
+      knows.
+
+    1 throughout where `total` is None, but for "inverse". In [0, 1], float64.
     """
     # In float64, so that rates of every dtype are rounded from one multiplier.
     step = step.double()
     rise = ((step + 1) / max(warm_up, 1)).clamp(max=1.0)
+    if shape == "inverse":
+        return torch.where(step < warm_up, rise, inverse_decay(step - warm_up, HALVED).clamp(min=final))
     if total is None or shape == "constant":
         return rise
     # `total` may equal `warm_up`, and then there is no way from one to the other.
     progress = ((step - warm_up) / max(total - warm_up, 1)).clamp(0.0, 1.0)
+    return torch.where(step < warm_up, rise, fall(shape, progress, final))
+
+
+def fall(shape: Schedule, progress: Tensor, final: float = 0.0) -> Tensor:
+    """The multiplier at p = `progress` in [0, 1] of the way from the end of the warm-up to the end of the run.
+
+    Args:
+        shape: Any but "inverse", which knows no end.
+        progress: p, float64.
+        final: Multiplier at p = 1.
+    """
     if shape == "exponential":
-        return torch.where(step < warm_up, rise, final**progress)
-    fall = 1 - progress if shape == "linear" else 0.5 * (1 + torch.cos(math.pi * progress))
-    return torch.where(step < warm_up, rise, final + (1 - final) * fall)
+        return final**progress
+    falls = {
+        "constant": torch.ones_like(progress),
+        "linear": 1 - progress,
+        "cosine": 0.5 * (1 + torch.cos(math.pi * progress)),
+        "warm-up-stable-decay": ((1 - progress) / (1 - STABLE)).clamp(max=1.0),
+    }
+    return final + (1 - final) * falls[shape]
+
+
+def to_the_end(shape: Schedule, step: Tensor, total: Tensor, share: float) -> Tensor:
+    """The multiplier at update `step` = 0, 1, … of a run of `total` updates, or of one whose end nobody knows.
+
+    Linear to 1 over the first `share` of the updates, then `fall(shape, …)` to 0 at the end. Where `total` is 0 it is
+    unknown: linear to 1 over `UNKNOWN` updates, then `inverse_decay`. All of it without waiting for a GPU.
+
+    Args:
+        shape: Fall after the warm-up, any but "exponential" and "inverse".
+        step: Number of updates so far.
+        total: Number of updates in all, integer, of any shape; 0 where it is not known.
+        share: Share of the warm-up, in [0, 1).
+    """
+    step, known = step.double(), total > 0
+    warm_up = torch.where(known, (share * total.double()).floor(), float(UNKNOWN)).clamp(min=1.0)
+    progress = ((step - warm_up) / (total - warm_up).clamp(min=1.0)).clamp(0.0, 1.0)
+    after = torch.where(known, fall(shape, progress), inverse_decay((step - warm_up).clamp(min=0.0), HALVED))
+    return torch.where(step < warm_up, (step + 1) / warm_up, after)
+
+
+def inverse_decay(step: Tensor, horizon: float) -> Tensor:
+    """1 / (1 + step / horizon): a half after `horizon` updates, with no end in sight."""
+    return 1 / (1 + step / horizon)
 
 
 def warm_up_cosine(step: Tensor, warm_up: int, total: int | None) -> Tensor:

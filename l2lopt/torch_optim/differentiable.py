@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from l2lopt.core.errors import UserError
+from l2lopt.core.kinds import Role
 from l2lopt.core.layout import Layout, Params
 from l2lopt.core.types import OptimiserState
 from l2lopt.estimators.higher import library
 from l2lopt.optimisers import Optimiser
 from l2lopt.torch_optim.flat_vectors import compute_dtype
 from l2lopt.torch_optim.options import names_of
+from l2lopt.torch_optim.parameter_groups import roles_of
 from l2lopt.torch_optim.partition import fan_ins_of, partition
 from l2lopt.torch_optim.state_parts import arrays_of, shared_or_initial, with_arrays
 
@@ -66,21 +68,28 @@ class Differentiable(Base):  # type: ignore[misc]  # higher has no types
         numbers = [states[index].get("vector") if index in states else None for index in range(len(grads))]
         present = [grad is not None for grad in grads]
         others = [param for other in self.param_groups if other is not group for param in other["params"]]
-        fan_ins = fan_ins_of(group["params"], others)  # of the whole group: a bias's matrix may lie in another vector
+        # Of the whole group: a bias's matrix, or an embedding's head, may lie in another vector.
+        facts = list(zip(fan_ins_of(group["params"], others), roles_of(group), strict=True))
         for number, indices in partition(group["params"], numbers, present):
-            moved = self._update_vector(group, indices, states, [grads[index] for index in indices], fan_ins)
+            moved = self._update_vector(group, indices, states, [grads[index] for index in indices], facts)
             for index, param in zip(indices, moved, strict=True):
                 group["params"][index] = param
                 states[index]["vector"] = number
 
     def _update_vector(
-        self, group: dict[str, Any], indices: list[int], states: Any, grads: Sequence[Any], fan_ins: Sequence[int]
+        self,
+        group: dict[str, Any],
+        indices: list[int],
+        states: Any,
+        grads: Sequence[Any],
+        facts: Sequence[tuple[int, Role]],
     ) -> list[Tensor]:
         """The parameters of one flat vector after a step; writes their state into `states`."""
         names = names_of(group)
         params = {names[index]: group["params"][index] for index in indices}
         chosen: list[dict[str, Any]] = [states[index] for index in indices]
-        layout = replace(Layout.of(params), fan_ins=tuple(fan_ins[index] for index in indices))
+        fan_ins, roles = zip(*(facts[index] for index in indices), strict=True)
+        layout = replace(Layout.of(params), fan_ins=fan_ins, roles=roles)
         dtype = compute_dtype(grads[0])
         theta = layout.ravel(params).to(dtype)
         flat = layout.ravel(dict(zip(params, grads, strict=True))).to(dtype)
@@ -88,7 +97,7 @@ class Differentiable(Base):  # type: ignore[misc]  # higher has no types
         rule = group["weights"] if isinstance(group["weights"], Optimiser) else self._rules[group["weights"]]
         # `to` stays on the tape: φ remains the optimiser's own.
         phi = {name: value.to(theta) for name, value in rule.phi().items()}
-        before = _joined(params, chosen, rule.init(layout, like=theta))
+        before = _joined(params, chosen, rule.init(layout, like=theta, total_steps=group["steps"]))
         update, state = rule.update_with(phi, flat, before, theta, loss=loss)
         _split(state, torch.bfloat16 if group["state_dtype"] == "bfloat16" else dtype, chosen)
         if group["max_update"] is not None:
@@ -106,7 +115,7 @@ def _joined(params: Params, states: Sequence[dict[str, Any]], initial: Optimiser
         if array.name in states[0]:
             saved = [state[array.name] for state in states]
             arrays[array.name] = array.join(initial.layout, saved, list(params.values())).to(array.value)
-    shared = {name: shared_or_initial(states[0].get(name), value) for name, value in initial.shared.items()}
+    shared = {name: shared_or_initial(name, states[0].get(name), value) for name, value in initial.shared.items()}
     return with_arrays(initial, arrays, shared)
 
 

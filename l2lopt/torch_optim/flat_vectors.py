@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from l2lopt.core.errors import UserError
+from l2lopt.core.kinds import Role
 from l2lopt.core.layout import Params
 from l2lopt.core.types import OptimiserState
 from l2lopt.optimisers import Optimiser
@@ -37,21 +38,29 @@ class FlatVector:
         params: Parameters by name.
         states: `state[p]` of each parameter; a state that is there already is continued.
         fan_ins: Fan-in of each parameter, found among all parameters of its group.
+        roles: Role of each parameter, found among all parameters of its group.
+        steps: Number of steps of the run; None where it is not known.
     """
 
     def __init__(
-        self, params: Mapping[str, Tensor], states: Sequence[dict[str, Any]], fan_ins: tuple[int, ...]
+        self,
+        params: Mapping[str, Tensor],
+        states: Sequence[dict[str, Any]],
+        fan_ins: tuple[int, ...],
+        roles: tuple[Role, ...],
+        steps: int | None = None,
     ) -> None:
         self.params, self.states = list(params.values()), list(states)
-        self.layout = replace(sharding.layout_of(params), fan_ins=fan_ins)
+        self.layout = replace(sharding.layout_of(params), fan_ins=fan_ins, roles=roles)
+        self._steps = steps
         self._is_distributed = sharding.is_distributed(self.params[0])
         self._shown: list[Params] = [{} for _ in self.params]  # the tensors that this vector has put into `states`
         self._buffers: dict[str, OptimiserState] = {}  # by prefix
         self._blocks: dict[str, list[Block]] = {}  # by prefix
 
-    def is_current(self, params: Sequence[Tensor], states: Sequence[dict[str, Any]]) -> bool:
-        """Whether the vector consists of exactly these parameters, and nobody has replaced a tensor in their states."""
-        if len(params) != len(self.params):
+    def is_current(self, params: Sequence[Tensor], states: Sequence[dict[str, Any]], steps: int | None) -> bool:
+        """Whether it has exactly these parameters in a run of `steps`, and nobody has replaced a tensor in `states`."""
+        if len(params) != len(self.params) or steps != self._steps:
             return False
         # By identity: who loads or replaces a state puts other tensors there, and the buffers here are then stale.
         current = zip(params, self.params, states, self.states, self._shown, strict=True)
@@ -122,7 +131,7 @@ class FlatVector:
 
     def _join(self, rule: Optimiser, prefix: str, dtype: torch.dtype, like: Tensor) -> OptimiserState:
         """The state in `states`, or the rule's initial state, as buffers; `states` get views of them."""
-        initial = rule.init(self.layout, like=like)
+        initial = rule.init(self.layout, like=like, total_steps=self._steps)
         if self.layout.shards is not None and not rule.coordinatewise:
             found, remedy = type(rule).__name__, "choose a coordinatewise rule, or do not shard its parameters"
             expected = "a rule whose coordinates meet in means over groups only"
@@ -139,7 +148,7 @@ class FlatVector:
             for index, part in enumerate(array._replace(value=value).split(self.layout)):
                 self._show(index, name, sharding.as_parameter(part, self.params[index], AXES[array.kind]))
         saved = self.states[0]
-        shared = {name: shared_or_initial(saved.get(prefix + name), value) for name, value in initial.shared.items()}
+        shared = {name: shared_or_initial(name, saved.get(prefix + name), v) for name, v in initial.shared.items()}
         for index, state in enumerate(self.states):
             for name in OBSOLETE:
                 state.pop(prefix + name, None)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from l2lopt import kernels, optimisers
@@ -18,7 +18,8 @@ from l2lopt.optimisers import Optimiser
 from l2lopt.torch_optim import sharding
 from l2lopt.torch_optim.differentiable import Differentiable, higher
 from l2lopt.torch_optim.flat_vectors import FlatVector, compute_dtype
-from l2lopt.torch_optim.options import check_gradients, check_options
+from l2lopt.torch_optim.options import check_gradients, check_options, steps_of
+from l2lopt.torch_optim.parameter_groups import parameter_groups, roles_of
 from l2lopt.torch_optim.partition import vectors_of
 from l2lopt.torch_optim.state_check import check_rules, check_shapes
 from l2lopt.torch_optim.state_dict import restore
@@ -73,9 +74,10 @@ class LearnedOptimizer(torch.optim.Optimizer):
     CUDA graphs are refused: the rules read the step count, and the fallback its checks, on the host.
 
     Args:
-        params: Tensors, (name, tensor) pairs, or groups of them as dicts, which may set any option below for their
-            parameters; float32, bfloat16, float16 or float64.
-        weights: Rule: a name in `list_weights()`, a file, a choice, or an optimiser.
+        params: A module, whose trainable parameters these are (see `parameter_groups`); or tensors, (name, tensor)
+            pairs, or groups of them as dicts, which may set any option below for their parameters; float32, bfloat16,
+            float16 or float64.
+        weights: Rule: a name in `list_weights()`, "normalised-muon", a file, a choice, or an optimiser.
         lr: Factor of update and decay, at least 0; schedulers change it.
         weight_decay: λ ≥ 0, decoupled: θ ← θ − lr·λ·θ.
         max_update: Largest size of a coordinate of u, before lr; None sets no bound.
@@ -86,6 +88,12 @@ class LearnedOptimizer(torch.optim.Optimizer):
             needs the float32 state of `blocks.BLOCK` coordinates at once, or of a whole tensor for a rule whose
             coordinates meet.
         capturable: Refused; for the signature of torch's optimisers.
+        steps: Number of steps of the run, for rules that know their end; None where it is not known. A run that goes on
+            with another number takes it, and the log says so.
+        kind: Kind of the parameters: "matrix", "vector", "embedding" or "head", or a list with one for each; None tells
+            by names and shapes. See `core.kinds`.
+        split: Number of matrices that are stacked along a parameter's first axis, such as 3 for attention's queries,
+            keys and values in one; or a list with one for each; None tells by names and shapes.
 
     Raises:
         UserError: A file is missing, damaged or foreign, or an option is out of its range.
@@ -93,7 +101,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: ParamsT,
+        params: ParamsT | nn.Module,
         weights: Weights,
         lr: float | Tensor = 1.0,
         weight_decay: float = 0.0,
@@ -101,14 +109,19 @@ class LearnedOptimizer(torch.optim.Optimizer):
         fallback: str | Mapping[str, Any] | Optimiser | None = None,
         state_dtype: str = "float32",
         capturable: bool = False,
+        steps: int | None = None,
+        kind: str | list[str] | None = None,
+        split: int | list[int] | None = None,
     ) -> None:
         self._rules: dict[str, Optimiser] = {}
         options = {"lr": lr, "weight_decay": weight_decay, "max_update": max_update}
         rules = {"weights": self._rule_id(weights), "fallback": self._fallback_id(fallback)}
         progress = {"first_loss": None, "fallen_back": False}
         torchs = {"capturable": capturable, "differentiable": False}  # torch.optim adds the second on loading
+        about = {"state_dtype": state_dtype, "steps": steps, "kind": kind, "split": split}
         self._clear_cache()
-        super().__init__(params, options | rules | progress | {"state_dtype": state_dtype} | torchs)
+        given = parameter_groups(params) if isinstance(params, nn.Module) else params
+        super().__init__(given, options | rules | progress | about | torchs)
 
     @property
     def rules(self) -> Mapping[str, Optimiser]:
@@ -123,6 +136,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
         for group, saved in zip(self.__dict__.get("param_groups", []), state["param_groups"], strict=False):
             check_rules(group, saved, self._rules, state["state"])
             check_shapes(group, self._rules, state["state"])
+            saved["steps"] = steps_of(group, saved)
         super().__setstate__(state)
         for group, (key, value) in product(self.param_groups, self.defaults.items()):
             group.setdefault(key, value)  # an older release had fewer options
@@ -143,6 +157,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
             group["fallback"] = None
         check_options(group)
         super().add_param_group(group)
+        roles_of(self.param_groups[-1])  # refuses what they cannot be
 
     def step(  # type: ignore[override]  # torch.optim has no loss
         self, closure: Callable[[], Tensor] | None = None, *, loss: Tensor | float | None = None
@@ -199,7 +214,9 @@ class LearnedOptimizer(torch.optim.Optimizer):
         if isinstance(weights, Optimiser):
             rule = deepcopy(weights)
         else:
-            rule = optimisers.build(dict(weights)) if isinstance(weights, Mapping) else files.load(weights)
+            choice = weights if isinstance(weights, str) and weights in optimisers.UNTUNED else None
+            choice = dict(weights) if isinstance(weights, Mapping) else choice
+            rule = files.load(weights) if choice is None else optimisers.build(choice)
         rule_id = files.digest(rule)
         self._rules.setdefault(rule_id, rule.requires_grad_(False))
         return rule_id

@@ -1,5 +1,6 @@
 """Options of `LearnedOptimizer`: their names, their ranges, and the parameters and gradients it accepts."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -36,9 +37,23 @@ def check_options(group: Mapping[str, Any]) -> None:
     if group["state_dtype"] not in STATE_DTYPES:
         found, remedy = repr(group["state_dtype"]), did_you_mean(str(group["state_dtype"]), STATE_DTYPES)
         raise UserError("LearnedOptimizer: state_dtype", expected="a known name", found=found, remedy=remedy)
+    steps = group["steps"]
+    if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
+        expected, remedy = "a whole number above 0, or None", "give the number of steps of the run"
+        raise UserError("LearnedOptimizer: steps", expected=expected, found=repr(steps), remedy=remedy)
     for name, remedy in _REFUSED.items():
         if group.get(name):
             raise UserError(f"LearnedOptimizer: {name}", expected="False", found="True", remedy=remedy)
+
+
+def steps_of(group: Mapping[str, Any], saved: Mapping[str, Any]) -> int | None:
+    """The number of steps of a run that goes on: the optimiser's where it has one, else the saved one."""
+    steps: int | None = group["steps"]
+    before: int | None = saved.get("steps")
+    if steps is None or before is None or steps == before:
+        return before if steps is None else steps
+    logging.getLogger("l2lopt").warning("the run was begun for %d steps and goes on to %d", before, steps)
+    return steps
 
 
 def check_gradients(group: Mapping[str, Any]) -> None:

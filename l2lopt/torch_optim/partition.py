@@ -16,6 +16,7 @@ from l2lopt.core.layout import Layout
 from l2lopt.torch_optim import sharding
 from l2lopt.torch_optim.flat_vectors import FlatVector
 from l2lopt.torch_optim.options import names_of
+from l2lopt.torch_optim.parameter_groups import roles_of
 
 
 def partition(
@@ -67,7 +68,7 @@ def vectors_of(
     # The usual case: nothing has changed since the last step, and the work below can be left out.
     if len(vectors) == 1 and all(param.grad is not None for param in params):
         (vector,) = vectors.values()
-        if vector.is_current(params, [state.get(param, {}) for param in params]):
+        if vector.is_current(params, [state.get(param, {}) for param in params], group["steps"]):
             return [vector]
     names = names_of(group)
     numbers = [state[param].get("vector") if param in state else None for param in params]
@@ -82,10 +83,17 @@ def vectors_of(
             for index in indices:
                 state[params[index]]["vector"] = number
         chosen, states = [params[index] for index in indices], [state[params[index]] for index in indices]
-        if number not in vectors or not vectors[number].is_current(chosen, states):
-            fan_ins = fan_ins_of(params, others)  # of the whole group: a bias's matrix may lie in another vector
+        if number not in vectors or not vectors[number].is_current(chosen, states, group["steps"]):
+            # Of the whole group: a bias's matrix, or an embedding's head, may lie in another vector.
+            fan_ins, roles = fan_ins_of(params, others), roles_of(group)
             named = dict(zip([names[index] for index in indices], chosen, strict=True))
-            vectors[number] = FlatVector(named, states, tuple(fan_ins[index] for index in indices))
+            vectors[number] = FlatVector(
+                named,
+                states,
+                tuple(fan_ins[index] for index in indices),
+                tuple(roles[index] for index in indices),
+                group["steps"],
+            )
         stepping.append(vectors[number])
     return stepping
 

@@ -82,6 +82,8 @@ def with_arrays(state: OptimiserState, arrays: Params, shared: Mapping[str, Tens
     return OptimiserState(state.layout, coordinates, groups, dict(shared))
 
 
-def shared_or_initial(saved: Any, initial: Tensor) -> Tensor:
+def shared_or_initial(name: str, saved: Any, initial: Tensor) -> Tensor:
     """A saved shared tensor, or the initial one where none is saved, in memory of its own."""
-    return initial.clone() if saved is None else initial.clone().copy_(torch.as_tensor(saved))
+    # The length of the run is the group's to say: a run may go on for longer than it was begun for.
+    fresh = saved is None or name == "total_steps"
+    return initial.clone() if fresh else initial.clone().copy_(torch.as_tensor(saved))

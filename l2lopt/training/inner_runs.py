@@ -190,7 +190,7 @@ class InnerRuns:
         drawn = torch.randint(len(self.optimisees), (), generator=generator("optimisee", seed))
         optimisee = self.optimisees[int(drawn)]
         params, aux = optimisee.init(seed)
-        layout = Layout.of(params)
+        layout = Layout.of(params, optimisee.roles())
         flat, scale = layout.ravel(params), None
         if self.settings.scaling:
             draw = torch.rand(flat.shape, generator=generator("scaling", seed), dtype=flat.dtype)

@@ -18,6 +18,7 @@ from l2lopt.optimisee import Optimisee, Split, StepInfo, evaluate_split
 from l2lopt.optimisers.schedules import multiplier, set_rates
 from l2lopt.storage.checkpoint import Checkpoint, NoCheckpoint, pack, unpack
 from l2lopt.storage.run_log import NoRecords, Recorder
+from l2lopt.torch_optim.parameter_groups import inform
 from l2lopt.torch_optim.registry import OptimizerFactory
 from l2lopt.torch_optim.state_dict import restore
 
@@ -184,6 +185,7 @@ class _Training:
         self.rates = [float(group["lr"]) for group in self.optimizer.param_groups]  # before any schedule
         evaluations = _evaluations(optimisee, settings, seed)
         self.evaluations, self.steps = set(evaluations), evaluations[-1]
+        inform(self.optimizer, steps=self.steps, known=optimisee.roles())
         self.steps_made, self.averaged = 0, 0
         self.diverged: int | None = None
         self.watched: list[dict[str, float]] = []

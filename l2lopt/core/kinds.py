@@ -1,0 +1,145 @@
+"""What a parameter is to an optimiser: a matrix, a vector, an embedding or the head of a language model.
+
+An orthogonalised direction serves matrices that map activations to activations. The rows of an embedding and of a
+language model's head stand for single tokens, which a batch holds or does not, and a vector has no spectrum: these want
+a direction per coordinate. A module tells by its classes; without one, names and shapes have to do.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+from torch import nn
+
+from l2lopt.core.errors import UserError, did_you_mean
+
+Kind: TypeAlias = Literal["matrix", "vector", "embedding", "head"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+EMBEDDING = re.compile(r"(^|[._])(\w*embed\w*|emb|wte|wpe|pos|position|positions)([._]|$)")
+HEAD = re.compile(r"(^|[._])(lm_head|unembed\w*)([._]|$)")
+STACKED = re.compile(r"(^|[._])(qkv|in_proj_weight|in_proj|c_attn|Wqkv)([._]|$)")
+
+
+class Role(NamedTuple):
+    """What a parameter is to an optimiser.
+
+    Attributes:
+        kind: Kind of the parameter.
+        split: Number of matrices of one shape that are stacked along its first axis.
+    """
+
+    kind: Kind
+    split: int = 1
+
+
+def matrix_view(shape: Sequence[int]) -> tuple[int, int]:
+    """Rows and columns of a tensor's matrix view [shape[0], the rest]; a vector [k] is the matrix [k, 1]."""
+    return (shape[0], prod(shape[1:])) if len(shape) else (1, 1)
+
+
+def roles(names: Sequence[str], shapes: Sequence[Sequence[int]]) -> tuple[Role, ...]:
+    """The roles of parameters of which no more than names and shapes is known, in their order.
+
+    - A matrix view with a single row or column is a vector.
+    - A tensor of two or three axes with a part such as "embed_tokens", "wte" or "pos_embed" in its name is an
+      embedding.
+    - A matrix called "lm_head" or "unembed", and the last matrix of all where it has as many rows as an embedding
+      before it, is a head.
+    - A matrix called "qkv", "in_proj" or the like with three times as many rows as columns is a stack of three.
+
+    Args:
+        names: Names, with dots between modules as in `nn.Module.named_parameters`; any strings will do.
+        shapes: Shapes of the whole tensors.
+    """
+    found = [_role(name, shape) for name, shape in zip(names, shapes, strict=True)]
+    last = max((index for index, role in enumerate(found) if role.kind == "matrix"), default=None)
+    tokens = {shape[0] for role, shape in zip(found, shapes, strict=True) if role.kind == "embedding"}
+    if last is not None and len(shapes[last]) == 2 and shapes[last][0] in tokens:
+        # Of the last one only: a model may have hidden matrices of as many rows as it has positions.
+        found[last] = Role("head")
+    return tuple(found)
+
+
+def roles_in(module: nn.Module) -> dict[str, Role]:
+    """The roles of a module's parameters by name, from the classes that they belong to.
+
+    An embedding is the weight of an `nn.Embedding` or `nn.EmbeddingBag`, also where a head is tied to it. A head is
+    the weight of the last linear layer with as many outputs as an embedding has entries. The projections of
+    `nn.MultiheadAttention` are a stack of three matrices, the weights of recurrent layers one of a matrix per gate.
+    What no class tells is judged by `roles`.
+    """
+    parameters = dict(module.named_parameters())
+    found = dict(zip(parameters, roles(list(parameters), [p.shape for p in parameters.values()]), strict=True))
+    # By identity: of tied weights `named_parameters` has the first name alone.
+    name_of = {id(parameter): name for name, parameter in parameters.items()}
+    tables = [part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
+    tokens = {table.num_embeddings for table in tables}
+    linear = [part for part in module.modules() if isinstance(part, nn.Linear)]
+    for part in linear:
+        if found[name_of[id(part.weight)]].kind in ("head", "embedding"):
+            found[name_of[id(part.weight)]] = _shaped(part.weight.shape)
+    heads = [part.weight for part in linear if part.out_features in tokens]
+    if heads:
+        found[name_of[id(heads[-1])]] = Role("head")
+    for part in module.modules():
+        if isinstance(part, nn.MultiheadAttention) and part.in_proj_weight is not None:
+            found[name_of[id(part.in_proj_weight)]] = Role("matrix", 3)
+        if isinstance(part, nn.RNNBase):
+            gates = {"LSTM": 4, "GRU": 3}.get(part.mode, 1)
+            for name, weight in part.named_parameters(recurse=False):
+                if name.startswith(("weight_ih", "weight_hh")):
+                    found[name_of[id(weight)]] = Role("matrix", gates)
+    for table in tables:
+        found[name_of[id(table.weight)]] = Role("embedding")
+    return found
+
+
+def check_kind(where: str, value: Any) -> Kind:
+    """One of `KINDS`.
+
+    Raises:
+        UserError: For anything else.
+    """
+    if value not in KINDS:
+        remedy = did_you_mean(str(value), KINDS)
+        raise UserError(f"{where}: kind", expected=f"one of {', '.join(KINDS)}", found=repr(value), remedy=remedy)
+    kind: Kind = value
+    return kind
+
+
+def check_split(name: str, shape: Sequence[int], split: int) -> int:
+    """A number of matrices into which the first axis can be cut.
+
+    Raises:
+        UserError: Where it cannot.
+    """
+    rows, _ = matrix_view(shape)
+    if split < 1 or rows % split:
+        expected, remedy = f"a divisor of {rows}, the rows of {name}", "give the number of matrices that are stacked"
+        raise UserError("split", expected=expected, found=str(split), remedy=remedy)
+    return split
+
+
+def as_roles(names: Sequence[str], shapes: Sequence[Sequence[int]], known: Mapping[str, Role]) -> tuple[Role, ...]:
+    """The roles of parameters of which some are known, the others by name and shape."""
+    guessed = roles(names, shapes)
+    return tuple(known.get(name, role) for name, role in zip(names, guessed, strict=True))
+
+
+def _role(name: str, shape: Sequence[int]) -> Role:
+    """The role that a name and a shape tell by themselves."""
+    plain = _shaped(shape)
+    if len(shape) in (2, 3) and EMBEDDING.search(name):
+        return Role("embedding")
+    if plain.kind == "matrix" and HEAD.search(name):
+        return Role("head")
+    rows, columns = matrix_view(shape)
+    if plain.kind == "matrix" and STACKED.search(name) and rows == 3 * columns:
+        return Role("matrix", 3)
+    return plain
+
+
+def _shaped(shape: Sequence[int]) -> Role:
+    """A matrix, or a vector where the matrix view has a single row or column."""
+    return Role("matrix" if min(matrix_view(shape)) > 1 else "vector")

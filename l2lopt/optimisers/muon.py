@@ -1,0 +1,121 @@
+"""Muon: orthogonalised momentum for matrices, AdamW for the rest."""
+
+from collections.abc import Sequence
+from math import sqrt
+from typing import Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+
+from l2lopt.core.errors import UserError, at_least_0, did_you_mean
+from l2lopt.core.kinds import matrix_view
+from l2lopt.core.layout import Layout
+from l2lopt.core.types import OptimiserState
+from l2lopt.optimisers.base import Optimiser, zero_step, zeros
+from l2lopt.optimisers.directions import check_coefficients, check_precision, is_matrix, orthogonalised
+from l2lopt.optimisers.hand_designed import (
+    Rate,
+    bias_corrected,
+    check_decay,
+    check_decays,
+    check_rate,
+    per_row,
+)
+
+Scale: TypeAlias = Literal["moonlight", "original"]
+
+
+class Muon(Optimiser):
+    """Momentum whose matrices are orthogonalised, with AdamW for everything else. Jordan et al. 2024.
+
+    On matrices (`Layout.roles`): b' = μ b + (1 − μ) g; u = −η (k NS(μ b' + (1 − μ) g) + λ θ), with NS as in
+    `directions.newton_schulz`. k = 0.2 √max(rows, columns) makes the update as large as AdamW's usually are, so that
+    one η serves both ("moonlight", Liu et al. 2025, arXiv:2502.16982); k = √max(1, rows/columns) is "original".
+    On vectors, embeddings and heads: u = −η_r (m̂ / (√v̂ + ε) + λ θ), AdamW.
+
+    Equals `torch.optim.Muon(adjust_lr_fn="match_rms_adamw" or "original")` on matrices and `torch.optim.AdamW` on the
+    rest; PyTorch computes the products in bfloat16 always. One running value per coordinate serves as b and m, so a
+    coordinate's state is 8 bytes in float32.
+
+    Args:
+        lr: η > 0.
+        momentum: μ in [0, 1).
+        weight_decay: λ ≥ 0.
+        betas: (β₁, β₂) of the rest, each in [0, 1).
+        eps: ε ≥ 0 of the rest.
+        rest_lr: η_r > 0; None for η.
+        scale: "moonlight" or "original".
+        coefficients: Any of `directions.COEFFICIENTS`.
+        precision: Dtype of the products: "float32", "bfloat16", or "auto" for bfloat16 where a GPU computes float32.
+
+    Raises:
+        UserError: For a value out of its range.
+    """
+
+    def __init__(
+        self,
+        lr: Rate,
+        momentum: float = 0.95,
+        weight_decay: float = 0.1,
+        betas: Sequence[float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        rest_lr: Rate | None = None,
+        scale: Scale = "moonlight",
+        coefficients: str = "keller-jordan",
+        precision: str = "auto",
+    ) -> None:
+        super().__init__()
+        self.rates = check_rate(lr), check_rate(lr if rest_lr is None else rest_lr)
+        self.momentum = check_decay("muon: momentum", momentum)
+        self.beta1, self.beta2 = check_decays("muon: betas", betas)
+        self.weight_decay, self.eps, self.scale = weight_decay, eps, scale
+        at_least_0("muon", weight_decay=weight_decay, eps=eps)
+        if scale not in get_args(Scale):
+            remedy = did_you_mean(scale, get_args(Scale))
+            raise UserError("muon: scale", expected="a known name", found=repr(scale), remedy=remedy)
+        self.coefficients, self.precision = check_coefficients(coefficients), check_precision(precision)
+
+    def init(
+        self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None, total_steps: int | None = None
+    ) -> OptimiserState:
+        """The running means at 0; v stays so on matrices."""
+        m, v = zeros(layout, batch, like), zeros(layout, batch, like)
+        return OptimiserState(layout, {"m": m, "v": v}, {}, {"step": zero_step(m)})
+
+    def update(
+        self, grads: Tensor, state: OptimiserState, params: Tensor, *, loss: Tensor | None = None
+    ) -> tuple[Tensor, OptimiserState]:
+        """−η (k NS(…) + λ θ) on matrices, AdamW's update elsewhere."""
+        layout, step = state.layout, state.shared["step"] + 1
+        matrix = is_matrix(layout, grads)
+        kinds = [role.kind == "matrix" for role in layout.roles]
+        beta1 = self._each([self.momentum if one else self.beta1 for one in kinds], layout, grads)
+        m = beta1 * state.coordinates["m"] + (1 - beta1) * grads
+        v = torch.where(matrix, 0.0, self.beta2 * state.coordinates["v"] + (1 - self.beta2) * grads.square())
+
+        def function(values: Tensor, layout: Layout) -> Tensor:
+            return orthogonalised(values, layout, self.coefficients, self.precision)
+
+        turned = layout.whole("orthogonalised", function, beta1 * m + (1 - beta1) * grads)
+        sizes = self._each(self._scales(layout), layout, grads)
+        adam = bias_corrected(m, self.beta1, step) / (bias_corrected(v, self.beta2, step).sqrt() + self.eps)
+        direction = torch.where(matrix, sizes * turned, adam) + self.weight_decay * params
+        # Numbers of the gradients' dtype: a float32 0.1 would be another rate for a model in float64.
+        lr, rest = (torch.as_tensor(per_row(rate, grads), dtype=grads.dtype) for rate in self.rates)
+        rate = torch.where(matrix, lr.to(grads.device), rest.to(grads.device))
+        return -rate * direction, state._replace(coordinates={"m": m, "v": v}, shared={"step": step})
+
+    @staticmethod
+    def _each(values: Sequence[float], layout: Layout, like: Tensor) -> Tensor:
+        """A number per tensor, at each of its coordinates."""
+        return layout.tensors.spread(layout.tensors.each(values, like))
+
+    def _scales(self, layout: Layout) -> list[float]:
+        """The factor k of each tensor."""
+        found = []
+        for shape, role in zip(layout.whole_shapes, layout.roles, strict=True):
+            rows, columns = matrix_view(shape)
+            rows = max(rows // role.split, 1)
+            ratio = max(1.0, rows / max(columns, 1))
+            found.append(0.2 * sqrt(max(rows, columns)) if self.scale == "moonlight" else sqrt(ratio))
+        return found

@@ -1,0 +1,91 @@
+"""A module's parameters for `LearnedOptimizer`, with what each of them is to an optimiser."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from l2lopt.core.errors import UserError
+from l2lopt.core.kinds import Role, check_kind, check_split, roles, roles_in
+from l2lopt.torch_optim.options import names_of
+
+Each: TypeAlias = Any
+"""A value for all parameters of a group, a list with a value for each, or None."""
+
+
+def parameter_groups(module: nn.Module) -> list[dict[str, Any]]:
+    """The trainable parameters of a module as one group, with the kind of each and the matrices stacked in it.
+
+    `LearnedOptimizer(module, …)` asks for it. Ask for it yourself to set options of some parameters: a group may be cut
+    in two, and its "kind" and "split" with it.
+
+        >>> import torch, l2lopt
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 8), torch.nn.Linear(8, 9))
+        >>> (group,) = l2lopt.parameter_groups(model)
+        >>> for (name, _), kind in zip(group["params"], group["kind"]):
+        ...     print(name, kind)
+        0.weight embedding
+        1.weight matrix
+        1.bias vector
+        2.weight head
+        2.bias vector
+
+    Args:
+        module: Module to train.
+    """
+    known = roles_in(module)
+    trainable = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
+    return [
+        {
+            "params": trainable,
+            "kind": [known[name].kind for name, _ in trainable],
+            "split": [known[name].split for name, _ in trainable],
+        }
+    ]
+
+
+def inform(
+    optimizer: torch.optim.Optimizer, *, steps: int | None = None, known: Mapping[str, Role] | None = None
+) -> None:
+    """Tells an optimiser what is only known after it was made; others than `LearnedOptimizer` have no use for it.
+
+    Args:
+        optimizer: Optimiser, before its first step or between two steps; wrappers of other libraries are looked into.
+        steps: Number of steps of the run.
+        known: Roles of parameters by name.
+    """
+    for group in optimizer.param_groups:
+        if "split" not in group:
+            continue
+        if steps is not None:
+            group["steps"] = steps
+        if known:
+            found = [known.get(name, role) for name, role in zip(names_of(group), roles_of(group), strict=True)]
+            group["kind"], group["split"] = [role.kind for role in found], [role.split for role in found]
+
+
+def roles_of(group: Mapping[str, Any]) -> tuple[Role, ...]:
+    """The roles of a group's parameters: its options "kind" and "split", and names and shapes where they say nothing.
+
+    Raises:
+        UserError: An unknown kind, a split that does not divide the rows, or a list of another length than the group.
+    """
+    names, shapes = names_of(group), [tuple(param.shape) for param in group["params"]]
+    found = []
+    given = zip(_each("kind", group, len(names)), _each("split", group, len(names)), strict=True)
+    for name, shape, role, (kind, split) in zip(names, shapes, roles(names, shapes), given, strict=True):
+        chosen = role if kind is None else Role(check_kind(f"parameter {name!r}", kind))
+        found.append(chosen if split is None else chosen._replace(split=check_split(name, shape, split)))
+    return tuple(found)
+
+
+def _each(option: str, group: Mapping[str, Any], count: int) -> Sequence[Each]:
+    """An option's value for each of a group's `count` parameters."""
+    value = group[option]
+    if not isinstance(value, list | tuple):
+        return [value] * count
+    if len(value) != count:
+        expected, found = f"one value, or a list of {count}, one for each parameter", f"a list of {len(value)}"
+        raise UserError(f"LearnedOptimizer: {option}", expected=expected, found=found, remedy="cut it as the group")
+    return value

@@ -1,0 +1,113 @@
+"""What parameters are to an optimiser: by the classes of a module, by names and shapes, by the user's word."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from l2lopt.core.errors import UserError
+from l2lopt.core.kinds import KINDS, Role, check_kind, check_split, matrix_view, roles, roles_in
+from l2lopt.core.layout import Layout
+
+
+class Tied(nn.Module):
+    def __init__(self, tied=True):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(50, 8), nn.Embedding(8, 8)
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.classes, self.out = nn.Linear(8, 8), nn.Linear(8, 50, bias=False)
+        self.start = nn.Parameter(torch.zeros(1, 1, 8))
+        if tied:
+            self.out.weight = self.tokens.weight
+
+
+def test_a_modules_classes_tell():
+    found = roles_in(Tied(tied=False))
+    assert found["tokens.weight"] == found["positions.weight"] == Role("embedding")
+    assert found["attention.in_proj_weight"] == Role("matrix", 3)
+    assert found["attention.out_proj.weight"] == found["classes.weight"] == Role("matrix")
+    assert found["out.weight"] == Role("head")
+    assert found["start"] == found["classes.bias"] == found["attention.in_proj_bias"] == Role("vector")
+
+
+def test_a_tied_weight_is_an_embedding_whatever_its_first_name():
+    assert roles_in(Tied())["tokens.weight"] == Role("embedding")
+    model = nn.Sequential(nn.Linear(8, 50, bias=False), nn.Embedding(50, 8))
+    model[1].weight = model[0].weight
+    assert roles_in(model) == {"0.weight": Role("embedding")}
+
+
+@pytest.mark.parametrize(("kind", "split"), [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)])
+def test_the_weights_of_recurrent_layers_are_a_matrix_per_gate(kind, split):
+    found = roles_in(kind(3, 5, num_layers=2, bidirectional=True))
+    assert {role for name, role in found.items() if name.startswith("weight")} == {Role("matrix", split)}
+    assert {role for name, role in found.items() if name.startswith("bias")} == {Role("vector")}
+
+
+def test_only_the_last_layer_of_as_many_outputs_as_tokens_is_a_head():
+    found = roles_in(nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)))
+    assert [role.kind for name, role in found.items() if "weight" in name] == ["embedding", "matrix", "head"]
+
+
+def test_a_classifiers_last_layer_is_a_matrix():
+    found = roles_in(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 10)))
+    assert [role.kind for role in found.values()] == ["matrix", *["vector"] * 3, "matrix", "vector"]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "role"),
+    [
+        ("transformer.wte.weight", (50, 8), Role("embedding")),
+        ("model.embed_tokens.weight", (50, 8), Role("embedding")),
+        ("bert.embeddings.word_embeddings.weight", (50, 8), Role("embedding")),
+        ("pos_embed", (1, 7, 8), Role("embedding")),
+        ("patch_embed.proj.weight", (8, 3, 4, 4), Role("matrix")),
+        ("cls_token", (1, 1, 8), Role("vector")),
+        ("lm_head.weight", (50, 8), Role("head")),
+        ("head.weight", (10, 8), Role("matrix")),
+        ("blocks.0.attn.qkv.weight", (24, 8), Role("matrix", 3)),
+        ("blocks.0.attn.qkv.bias", (24,), Role("vector")),
+        ("blocks.0.attn.qkv.weight", (16, 8), Role("matrix")),
+        ("embedding.bias", (8,), Role("vector")),
+        ("position", (), Role("vector")),
+        ("conv.weight", (8, 1, 1, 1), Role("vector")),
+        ("p3", (8, 8), Role("matrix")),
+    ],
+)
+def test_names_and_shapes_tell(name, shape, role):
+    assert roles([name], [shape]) == (role,)
+
+
+def test_the_last_matrix_with_a_row_per_token_is_a_head():
+    names, shapes = ["wte", "fc", "out"], [(50, 8), (8, 8), (50, 8)]
+    assert [role.kind for role in roles(names, shapes)] == ["embedding", "matrix", "head"]
+    # A hidden matrix of as many rows as there are positions.
+    assert [role.kind for role in roles(["wpe", "fc", "out"], [(8, 8), (8, 8), (50, 8)])][1:] == ["matrix", "matrix"]
+
+
+@given(st.lists(st.lists(st.integers(0, 5), max_size=4), max_size=6), st.text(max_size=12))
+def test_every_parameter_has_a_role(shapes, name):
+    found = roles([f"{name}{index}" for index in range(len(shapes))], shapes)
+    assert len(found) == len(shapes)
+    for role, shape in zip(found, shapes, strict=True):
+        assert role.kind in KINDS
+        rows, columns = matrix_view(shape)
+        assert role.kind != "matrix" or (min(rows, columns) > 1 and rows % role.split == 0)
+
+
+def test_a_layout_hands_its_roles_to_every_part_of_it():
+    layout = Layout.of(dict(Tied(tied=False).named_parameters()), roles_in(Tied(tied=False)))
+    known = dict(zip(layout.names, layout.roles, strict=True))
+    assert known["out.weight"] == Role("head")
+    for part in (layout.slice(3, 400), layout.select(torch.arange(0, layout.size, 7)), layout.emptied()):
+        assert part.roles == layout.roles
+    assert layout.part(1, 4).roles == layout.roles[1:4]
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(UserError, match=r"w: kind: expected one of matrix, .*, found 'matrx'; did you mean 'matrix'"):
+        check_kind("w", "matrx")
+    with pytest.raises(UserError, match="split: expected a divisor of 8, the rows of w, found 3"):
+        check_split("w", (8, 2), 3)
+    assert check_split("w", (8, 2), 4) == 4
