@@ -35,12 +35,16 @@ class Shards(NamedTuple):
         total: Sum over the processes for groups of whole tensors.
         rows: Sum over the processes for rows; None where every row lies in one process.
         columns: Sum over the processes for columns; None where every column lies in one process.
+        gather: (names, values [n] of this process's parts) → values of these whole tensors; None where nobody can.
+        part: (names, values of these whole tensors) → values [n] of this process's parts.
     """
 
     shapes: tuple[Shape, ...]
     total: Total
     rows: Total | None = None
     columns: Total | None = None
+    gather: Callable[[Sequence[str], Tensor], Tensor] | None = None
+    part: Callable[[Sequence[str], Tensor], Tensor] | None = None
 
     def sum(self, grouping: str, sums: Tensor) -> Tensor:
         """Sums over the groups' coordinates here, to sums over all their coordinates."""

@@ -132,16 +132,28 @@ class Layout:
             function: (values [..., n], layout) → [..., n]; an orthogonalised direction, for instance.
             values: Numbers per coordinate.
 
+        Of tensors that lie across processes every process gathers the values and computes all of the function; the
+        layout that it gets is then that of the whole tensors.
+
         Raises:
-            UserError: The tensors lie across processes, or the layout is a slice that nothing is recorded for.
+            UserError: The layout is a slice that nothing is recorded for, or the tensors lie across processes that have
+                no way to gather them.
         """
-        if self.shards is not None:
-            expected, remedy = "whole tensors", "choose a rule whose coordinates meet in means only, or do not shard"
-            raise UserError(name, expected=expected, found="tensors that lie across processes", remedy=remedy)
         if self.origin is not None and isinstance(self.exchange, Computed):
             expected, remedy = "whole tensors", "update the whole vector, or play back what was recorded"
             raise UserError(name, expected=expected, found="a slice of the coordinates", remedy=remedy)
-        return self.exchange.whole(name, lambda given: function(given, self), values)
+        if self.shards is None:
+            return self.exchange.whole(name, lambda given: function(given, self), values)
+        gather, part = self.shards.gather, self.shards.part
+        if gather is None or part is None:
+            expected, remedy = "whole tensors", "choose a rule whose coordinates meet in means only, or do not shard"
+            raise UserError(name, expected=expected, found="tensors that lie across processes", remedy=remedy)
+        whole = Layout(self.names, self.shards.shapes, None, self.fan_ins, self.roles)
+
+        def gathered(given: Tensor) -> Tensor:
+            return part(self.names, function(gather(self.names, given), whole))
+
+        return self.exchange.whole(name, gathered, values)
 
     def ravel(self, params: Mapping[str, Tensor]) -> Tensor:
         """Named tensors to one flat vector [n]."""

@@ -5,7 +5,7 @@ into parts of unequal size, some of them empty, or replicated.
 """
 
 import sys
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -118,7 +118,9 @@ def layout_of(params: Mapping[str, Tensor]) -> Layout:
     rows = tuple(index for index in cuts if _axis(first, index) != 0)
     total, of_rows, of_columns = (partial(_summed, mesh, some) if some else None for some in (cuts, rows, columns))
     assert total is not None
-    return Layout(layout.names, layout.shapes, Shards(shapes, total, of_rows, of_columns))
+    given = dict(params)
+    ways = partial(_gathered, given), partial(_own, given)
+    return Layout(layout.names, layout.shapes, Shards(shapes, total, of_rows, of_columns, *ways))
 
 
 def mean(value: Tensor, params: Iterable[Tensor]) -> Tensor:
@@ -139,6 +141,25 @@ def _summed(mesh: Any, dimensions: tuple[int, ...], values: Tensor) -> Tensor:
     for dimension in dimensions:
         torch.distributed.all_reduce(total, group=mesh.get_group(dimension))
     return total.to(values.device)
+
+
+def _gathered(params: Mapping[str, Tensor], names: Sequence[str], values: Tensor) -> Tensor:
+    """The values [n] of whole parameters from every process's values of its parts."""
+    chosen = [params[name] for name in names]
+    shapes = [local(param).shape for param in chosen]
+    parts = values.detach().split([shape.numel() for shape in shapes])
+    # Collective: every rank of the mesh must come here, with coordinates or without.
+    here = (as_parameter(part.view(shape), param) for part, shape, param in zip(parts, shapes, chosen, strict=True))
+    whole: list[Tensor] = [one.full_tensor().reshape(-1) for one in here]  # type: ignore[attr-defined]
+    return torch.cat(whole)
+
+
+def _own(params: Mapping[str, Tensor], names: Sequence[str], values: Tensor) -> Tensor:
+    """This process's part [n] of the values of whole parameters; nothing is sent."""
+    chosen = [params[name] for name in names]
+    parts = values.split([param.numel() for param in chosen])
+    cut = (local(part.view(param.shape), like=param) for part, param in zip(parts, chosen, strict=True))
+    return torch.cat([part.reshape(-1) for part in cut])
 
 
 def _mesh(param: Any) -> Any:

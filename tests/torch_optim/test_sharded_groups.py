@@ -12,7 +12,6 @@ from test_sharding import (
     OPTIONS,
     assert_same_parameters,
     backward,
-    descend,
     is_cut,
     loaded,
     model_of,
@@ -25,10 +24,9 @@ from test_sharding import (
 )
 from torch.utils import _pytree as pytree
 
-from l2lopt import LearnedOptimizer, UserError
+from l2lopt import LearnedOptimizer
 
 FACTORED, STEERED, ORTHOGONALISED = DOUBLES
-SHARDABLE = [FACTORED, STEERED]
 
 
 @pytest.mark.parametrize(
@@ -36,7 +34,7 @@ SHARDABLE = [FACTORED, STEERED]
     [
         pytest.param(made, rule, marks=[pytest.mark.slow] * ((made, rule) != ("FSDP2", FACTORED)))
         for made in MODELS
-        for rule in SHARDABLE
+        for rule in DOUBLES
     ],
 )
 def test_twenty_steps_give_one_processs_parameters(made, rule):
@@ -44,7 +42,7 @@ def test_twenty_steps_give_one_processs_parameters(made, rule):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", SHARDABLE)
+@pytest.mark.parametrize("rule", DOUBLES)
 def test_columns_may_be_sharded_too(rule):
     processes.run(tensor_parallel, 2, rule)
 
@@ -98,7 +96,7 @@ def gaps(rank, rule, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("rule", SHARDABLE)
+@pytest.mark.parametrize("rule", DOUBLES)
 def test_a_parameter_without_a_gradient_and_a_state_that_lies_as_its_parameter_does(rule, dtype):
     processes.run(gaps, 2, rule, dtype)
 
@@ -106,20 +104,7 @@ def test_a_parameter_without_a_gradient_and_a_state_that_lies_as_its_parameter_d
 @pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("counts", [(2, 3), (2, 1), (1, 2)], ids=str)
-@pytest.mark.parametrize("rule", SHARDABLE)
+@pytest.mark.parametrize("rule", DOUBLES)
 def test_a_distributed_checkpoint_goes_on_in_any_number_of_processes(rule, counts, options, tmp_path):
     processes.run(saved, counts[0], tmp_path / "checkpoint", options, rule)
     processes.run(loaded, counts[1], tmp_path / "checkpoint", options, rule)
-
-
-def refused(rank):
-    model = sharded(model_of())
-    optimizer = LearnedOptimizer(model.parameters(), DOUBLES[ORTHOGONALISED]())
-    with pytest.raises(UserError, match=r"orthogonalised: expected whole tensors, found .*; choose a rule"):
-        descend(model, optimizer, range(1))
-    assert_same_parameters(model, model_of(), 0.0)
-
-
-@pytest.mark.slow
-def test_a_function_of_whole_tensors_is_refused():
-    processes.run(refused, 2)

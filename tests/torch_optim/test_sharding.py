@@ -21,6 +21,8 @@ RULES = [
     RECIPE,
     f"{RECIPE} by fan-in",
     "normalised-adam",
+    "normalised-muon",
+    "muon",
     "coordinatewise additive",
     "adamw",
     "coordinatewise direction-and-magnitude of lstm with every input",
