@@ -76,10 +76,11 @@ def roles_in(module: nn.Module) -> dict[str, Role]:
     tables = [part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
     tokens = {table.num_embeddings for table in tables}
     linear = [part for part in module.modules() if isinstance(part, nn.Linear)]
-    for part in linear:
-        if found[name_of[id(part.weight)]].kind in ("head", "embedding"):
-            found[name_of[id(part.weight)]] = _shaped(part.weight.shape)
-    heads = [part.weight for part in linear if part.out_features in tokens]
+    for layer in linear:
+        # A linear layer that is called an embedding, of image patches for instance, is a matrix.
+        if found[name_of[id(layer.weight)]].kind == "embedding":
+            found[name_of[id(layer.weight)]] = _shaped(layer.weight.shape)
+    heads = [layer.weight for layer in linear if layer.out_features in tokens]
     if heads:
         found[name_of[id(heads[-1])]] = Role("head")
     for part in module.modules():

@@ -53,8 +53,8 @@ class Layout:
         fan_ins: Numbers that each of a tensor's outputs is made of: the product of all axes but the first. A vector or
             scalar (a bias, a norm's gain) takes that of the last matrix before it, or its own size where there is none.
             Worked out from the shapes unless given.
-        roles: What each tensor is: its kind, and how many matrices are stacked in it. Worked out from names and shapes
-            unless given, see `core.kinds`.
+        roles: Kind of each tensor, and the number of matrices stacked in it. Worked out from names and shapes unless
+            given, see `core.kinds`.
         exchange: The way in which coordinates meet.
         origin: The whole layout that this is a slice of, or None.
         places: The places [B] of a slice's coordinates in the whole; None for all or no coordinates.

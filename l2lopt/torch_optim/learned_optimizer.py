@@ -137,6 +137,8 @@ class LearnedOptimizer(torch.optim.Optimizer):
             check_rules(group, saved, self._rules, state["state"])
             check_shapes(group, self._rules, state["state"])
             saved["steps"] = steps_of(group, saved)
+            for name in ("kind", "split"):
+                saved.setdefault(name, group[name])
         super().__setstate__(state)
         for group, (key, value) in product(self.param_groups, self.defaults.items()):
             group.setdefault(key, value)  # an older release had fewer options
@@ -213,10 +215,10 @@ class LearnedOptimizer(torch.optim.Optimizer):
             raise UserError("LearnedOptimizer: weights", expected=expected, found=repr(weights), remedy=remedy)
         if isinstance(weights, Optimiser):
             rule = deepcopy(weights)
+        elif isinstance(weights, Mapping) or weights in optimisers.UNTUNED:
+            rule = optimisers.build(weights if isinstance(weights, str) else dict(weights))
         else:
-            choice = weights if isinstance(weights, str) and weights in optimisers.UNTUNED else None
-            choice = dict(weights) if isinstance(weights, Mapping) else choice
-            rule = files.load(weights) if choice is None else optimisers.build(choice)
+            rule = files.load(weights)
         rule_id = files.digest(rule)
         self._rules.setdefault(rule_id, rule.requires_grad_(False))
         return rule_id

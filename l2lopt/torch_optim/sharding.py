@@ -150,8 +150,7 @@ def _gathered(params: Mapping[str, Tensor], names: Sequence[str], values: Tensor
     parts = values.detach().split([shape.numel() for shape in shapes])
     # Collective: every rank of the mesh must come here, with coordinates or without.
     here = (as_parameter(part.view(shape), param) for part, shape, param in zip(parts, shapes, chosen, strict=True))
-    whole: list[Tensor] = [one.full_tensor().reshape(-1) for one in here]  # type: ignore[attr-defined]
-    return torch.cat(whole)
+    return torch.cat([local(one, like=torch.empty(())).reshape(-1) for one in here])
 
 
 def _own(params: Mapping[str, Tensor], names: Sequence[str], values: Tensor) -> Tensor:

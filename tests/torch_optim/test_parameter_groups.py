@@ -1,0 +1,141 @@
+"""A module's parameters, their kinds, and a run's length, as `LearnedOptimizer` is told of them."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from implementations import normal
+from torch import nn
+from torch.nn import functional
+
+import l2lopt
+from l2lopt import LearnedOptimizer, UserError, optimisers
+from l2lopt.core.kinds import Role
+from l2lopt.core.layout import Layout
+from l2lopt.torch_optim.parameter_groups import inform, roles_of
+
+
+def model_of(seed=0):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 9)).double()
+    model[1].bias.requires_grad_(False)
+    return model
+
+
+def descend(model, optimizer, steps):
+    for step in steps:
+        tokens = torch.arange(9).roll(step)
+        optimizer.zero_grad()
+        functional.cross_entropy(model(tokens), torch.arange(9)).backward()
+        optimizer.step()
+
+
+def parameters(model):
+    return torch.cat([param.detach().ravel() for param in model.parameters()])
+
+
+def test_a_module_is_its_trainable_parameters_with_their_kinds():
+    (group,) = LearnedOptimizer(model_of(), "normalised-muon").param_groups
+    assert group["param_names"] == ["0.weight", "1.weight", "3.weight", "3.bias"]
+    assert group["kind"] == ["embedding", "matrix", "head", "vector"]
+    assert roles_of(group) == (Role("embedding"), Role("matrix"), Role("head"), Role("vector"))
+
+
+def test_the_steps_are_those_of_the_rule_with_the_modules_kinds():
+    model, rule = model_of(), optimisers.make("normalised-muon")
+    theirs = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    layout = Layout.of(theirs, {"0.weight": Role("embedding"), "3.weight": Role("head")})
+    theta = layout.ravel(theirs)
+    state = rule.init(layout, like=theta, total_steps=6)
+    optimizer = LearnedOptimizer(model, "normalised-muon", steps=6)
+    for step in range(6):
+        descend(model, optimizer, [step])
+        grads = layout.ravel({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
+        update, state = rule.update(grads, state, theta)
+        theta = theta + update
+    found = layout.ravel({name: p.detach() for name, p in model.named_parameters()})
+    torch.testing.assert_close(found, theta, rtol=0, atol=1e-14)
+
+
+def test_a_groups_own_word_counts_and_all_else_is_told_by_names_and_shapes():
+    params = [("wte.weight", nn.Parameter(normal(9, 4))), ("w", nn.Parameter(normal(6, 3)))]
+    optimizer = LearnedOptimizer([{"params": params[:1], "kind": "matrix"}, {"params": params[1:], "split": 2}], "lstm")
+    assert roles_of(optimizer.param_groups[0]) == (Role("matrix"),)
+    assert roles_of(optimizer.param_groups[1]) == (Role("matrix", 2),)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "matrx"}, "did you mean 'matrix'"),
+        ({"kind": ["matrix", "vector"]}, "kind: expected one value, or a list of 1"),
+        ({"split": 4}, "split: expected a divisor of 6"),
+        ({"steps": 0}, "steps: expected a whole number above 0, or None, found 0"),
+        ({"steps": 2.5}, "steps: expected a whole number"),
+    ],
+)
+def test_what_cannot_be_is_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        LearnedOptimizer([("w", nn.Parameter(normal(6, 3)))], "normalised-muon", **options)
+
+
+def test_a_resumed_run_is_the_whole_one_to_the_bit():
+    one, two = model_of(), model_of()
+    descend(one, LearnedOptimizer(one, "normalised-muon", steps=8), range(8))
+    first = LearnedOptimizer(two, "normalised-muon", steps=8)
+    descend(two, first, range(3))
+    second = LearnedOptimizer(two, "normalised-muon")
+    second.load_state_dict(deepcopy(first.state_dict()))
+    assert second.param_groups[0]["steps"] == 8
+    descend(two, second, range(3, 8))
+    assert torch.equal(parameters(one), parameters(two))
+
+
+def test_a_run_that_goes_on_for_longer_takes_its_new_end_and_says_so(caplog):
+    model = model_of()
+    first = LearnedOptimizer(model, "normalised-muon", steps=4)
+    descend(model, first, range(4))
+    longer = LearnedOptimizer(model, "normalised-muon", steps=12)
+    with caplog.at_level("WARNING", "l2lopt"):
+        longer.load_state_dict(first.state_dict())
+    assert "the run was begun for 4 steps and goes on to 12" in caplog.text
+    before = parameters(model)
+    descend(model, longer, [4])
+    assert int(longer.state[model[1].weight]["total_steps"]) == 12
+    assert int(longer.state[model[1].weight]["step"]) == 5
+    assert not torch.equal(parameters(model), before)
+
+
+def test_a_run_is_told_of_its_end_later():
+    """Between two steps, too, as a framework that counts batches does it."""
+    known, told = model_of(), model_of()
+    descend(known, LearnedOptimizer(known, "normalised-muon", steps=5), range(5))
+    optimizer = LearnedOptimizer(told, "normalised-muon")
+    inform(optimizer, steps=5)
+    descend(told, optimizer, range(5))
+    assert torch.equal(parameters(known), parameters(told))
+    inform(optimizer, steps=50)
+    descend(told, optimizer, [5])
+    assert not torch.equal(parameters(known), parameters(told))
+    inform(torch.optim.SGD(told.parameters(), lr=0.1), steps=5)  # has no use for it
+
+
+def test_what_is_known_of_parameters_goes_before_their_names():
+    optimizer = LearnedOptimizer([("a", nn.Parameter(normal(4, 4))), ("wte", nn.Parameter(normal(4, 4)))], "lstm")
+    inform(optimizer, known={"a": Role("head"), "b": Role("vector")})
+    assert roles_of(optimizer.param_groups[0]) == (Role("head"), Role("embedding"))
+
+
+def test_a_state_without_a_length_is_read():
+    """One of a release that knew no kinds."""
+    model = model_of()
+    first = LearnedOptimizer(model, {"name": "adam", "lr": 0.01})
+    descend(model, first, range(2))
+    saved = first.state_dict()
+    for group in saved["param_groups"]:
+        for name in ("steps", "kind", "split"):
+            del group[name]
+    second = l2lopt.LearnedOptimizer(model, {"name": "adam", "lr": 0.01}, steps=9)
+    second.load_state_dict(saved)
+    assert second.param_groups[0]["steps"] == 9
+    descend(model, second, [2])
