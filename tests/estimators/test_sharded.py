@@ -20,7 +20,7 @@ CUTS = {0: (3, 2, 1), 1: (1, 3, 0)}
 """Rank → rows of each tensor that lie there, the last one all in the first process."""
 LEFT_OUT = {0: (4, 5, 1), 1: (0, 0, 0)}
 """The same where a process has nothing."""
-RULES = ["factored moments", "per-tensor network that steers", "coordinatewise direction-and-magnitude by fan-in"]
+RULES = [*DOUBLES, "coordinatewise direction-and-magnitude by fan-in"]
 
 
 def total(values):
@@ -57,16 +57,22 @@ def task(rule, here, layout, summed):
 def sharded(rank, label, block, cuts=CUTS):
     shapes = tuple((mine, *shape[1:]) for mine, shape in zip(cuts[rank], WHOLE.shapes, strict=True))
     # Cut along the first axis: every row lies in one process, and a column in both.
-    shards = Shards(WHOLE.shapes, total, None, total)
+    here = places(rank, cuts)
+
+    def gather(names, values):
+        assert names == WHOLE.names
+        return total(values.new_zeros(WHOLE.size).index_copy(0, here, values))
+
+    shards = Shards(WHOLE.shapes, total, None, total, gather, lambda names, values: values[here])
     rule = (OPTIMISERS | DOUBLES)[label]()
     ours = laws.run(
         Blockwise(block=block),
-        task(rule, places(rank, cuts), Layout(WHOLE.names, shapes, shards, WHOLE.fan_ins), total),
+        task(rule, here, Layout(WHOLE.names, shapes, shards, WHOLE.fan_ins), total),
     )
     alone = laws.run(Backprop(), task(rule, torch.arange(WHOLE.size), WHOLE, lambda value: value))
     assert any(piece.abs().max() > 1e-6 for piece in alone.gradient.values())
     laws.assert_close([ours.value, ours.gradient, ours.losses], [alone.value, alone.gradient, alone.losses], 1e-10)
-    laws.assert_close(ours.carry.params, alone.carry.params[places(rank, cuts)])
+    laws.assert_close(ours.carry.params, alone.carry.params[here])
 
 
 def refused(rank):
@@ -92,5 +98,5 @@ def test_a_process_without_coordinates_waits_for_nobody(rule):
 
 
 @pytest.mark.slow
-def test_a_function_of_whole_tensors_is_refused():
+def test_a_function_of_whole_tensors_that_nobody_can_gather_is_refused():
     processes.run(refused, 2)
