@@ -180,7 +180,7 @@ class Orthogonalised(Input):
     """The orthogonalised Nesterov momentum on matrices, Adam's direction elsewhere (Jordan et al. 2024).
 
     m' = β₁ m + (1 − β₁) g. On matrices (`Layout.roles`) NS(β₁ m' + (1 − β₁) g), `newton_schulz` of each; on vectors,
-    embeddings and heads `Adam`'s direction, of the same running mean.
+    embeddings and heads `Adam`'s direction, of the same running mean. On matrices v stays 0.
 
     In a slice of the coordinates the orthogonalised part is the recorded one, as a constant.
 
@@ -214,8 +214,8 @@ class Orthogonalised(Input):
         def function(values: Tensor, layout: Layout) -> Tensor:
             return orthogonalised(values, layout, self.coefficients, self.precision)
 
-        found = layout.whole("orthogonalised", function, nesterov)
-        return torch.where(is_matrix(layout, found), found, adam[0])[None], after
+        found, matrix = layout.whole("orthogonalised", function, nesterov), is_matrix(layout, nesterov)
+        return torch.where(matrix, found, adam[0])[None], {**after, "v": torch.where(matrix, 0.0, after["v"])}
 
 
 def is_matrix(layout: Layout, like: Tensor) -> Tensor:

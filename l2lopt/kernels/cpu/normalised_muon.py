@@ -1,0 +1,193 @@
+"""The harness's step in place, for one run on the CPU."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from l2lopt.core.groupings import COMPUTED
+from l2lopt.core.kinds import matrix_view
+from l2lopt.core.layout import Layout
+from l2lopt.core.types import OptimiserState
+from l2lopt.optimisers import NormalisedMuon, Optimiser
+from l2lopt.optimisers.directions import EPS, Orthogonalised
+from l2lopt.optimisers.normalised_muon import REST
+from l2lopt.optimisers.rules import root_of_mean
+from l2lopt.optimisers.schedules import to_the_end
+
+
+class _Member(NamedTuple):
+    """A matrix parameter, or a stack of them, within a batch of matrices of one shape.
+
+    Attributes:
+        place: Place among the tensors of the layout.
+        shape: Matrices, rows, columns.
+        low: Place of its first matrix in the batch.
+    """
+
+    place: int
+    shape: tuple[int, int, int]
+    low: int
+
+    def batch(self, values: Tensor) -> Tensor:
+        """Its matrices in a batch."""
+        return values[self.low : self.low + self.shape[0]]
+
+    def wide(self, values: Tensor) -> Tensor:
+        """Its coordinates [n_k] as matrices with at most as many rows as columns."""
+        matrices = values.view(self.shape)
+        return matrices.mT if self.shape[1] > self.shape[2] else matrices
+
+
+class _Batch:
+    """The matrices of one shape, and the memory for their products.
+
+    Args:
+        members: Parameters that the matrices belong to.
+        like: A tensor of the dtype of the products.
+    """
+
+    def __init__(self, members: Sequence[_Member], like: Tensor) -> None:
+        self.members = members
+        first, count = members[0].shape, members[-1].low + members[-1].shape[0]
+        rows, columns = sorted(first[1:])
+        self.x, self.y = (like.new_empty(count, rows, columns) for _ in range(2))
+        self.gram, self.square = (like.new_empty(count, rows, rows) for _ in range(2))
+
+    def orthogonalise(self, coefficients: Sequence[tuple[float, float, float]]) -> None:
+        """`newton_schulz` of `x`, into `x`."""
+        self.x.div_(torch.linalg.vector_norm(self.x, dim=(-2, -1), keepdim=True).clamp_(min=EPS))
+        for a, b, c in coefficients:
+            torch.bmm(self.x, self.x.mT, out=self.gram)
+            torch.baddbmm(self.gram, self.gram, self.gram, beta=b, alpha=c, out=self.square)
+            torch.baddbmm(self.x, self.square, self.x, beta=a, out=self.y)
+            self.x, self.y = self.y, self.x
+
+
+class _Plan:
+    """What a step needs of a layout.
+
+    Args:
+        layout: Layout of one run's coordinates.
+        like: A tensor of the dtype of the products.
+    """
+
+    def __init__(self, layout: Layout, like: Tensor) -> None:
+        self.layout = layout
+        self.rest = [index for index, role in enumerate(layout.roles) if role.kind != "matrix"]
+        alike: dict[tuple[int, ...], list[_Member]] = {}
+        for index, (shape, role) in enumerate(zip(layout.shapes, layout.roles, strict=True)):
+            rows, columns = matrix_view(shape)
+            if role.kind == "matrix":
+                stack = role.split, rows // role.split, columns
+                members = alike.setdefault(tuple(sorted(stack[1:])), [])
+                low = members[-1].low + members[-1].shape[0] if members else 0
+                members.append(_Member(index, stack, low))
+        self.batches = [_Batch(members, like) for members in alike.values()]
+
+
+class FusedNormalisedMuon(Optimiser):
+    """The harness whose `update_` works in place: the same states and numbers, to rounding.
+
+    For one run on the CPU, by the orthogonalised direction, with finite gradients; for all else it is the reference. A
+    step of the reference goes over memory some forty times, one of this some ten times beside the products.
+
+    Args:
+        reference: The plain optimiser.
+    """
+
+    groupings = NormalisedMuon.groupings
+
+    def __init__(self, reference: NormalisedMuon) -> None:
+        super().__init__()
+        self.reference, self.description = reference, reference.description
+        self._plan: _Plan | None = None
+        self._update = torch.empty(0)
+
+    def init(
+        self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None, total_steps: int | None = None
+    ) -> OptimiserState:
+        """The reference's."""
+        return self.reference.init(layout, batch, like=like, total_steps=total_steps)
+
+    def update(
+        self, grads: Tensor, state: OptimiserState, params: Tensor, *, loss: Tensor | None = None
+    ) -> tuple[Tensor, OptimiserState]:
+        """The reference's."""
+        return self.reference.update(grads, state, params, loss=loss)
+
+    @torch.no_grad()
+    def update_(
+        self, grads: Tensor, state: OptimiserState, params: Tensor, *, loss: Tensor | None = None
+    ) -> tuple[Tensor, OptimiserState]:
+        """`update` without a tape and in place: it overwrites the state it is given and its own last result."""
+        direction, rate = self.reference.direction, self.reference.lr
+        if not isinstance(direction, Orthogonalised) or isinstance(rate, Tensor) or not _suits(grads, state, params):
+            return self.reference.update_(grads, state, params, loss=loss)
+        layout, step = state.layout, state.shared["step"] + 1
+        if self._plan is None or self._plan.layout != layout or self._update.dtype != grads.dtype:
+            self._plan = _Plan(layout, grads.new_empty(0, dtype=direction.precision or grads.dtype))
+            self._update = torch.empty_like(grads)
+        m, v, update = state.coordinates["m"], state.coordinates["v"], self._update
+        adam = direction.adam
+        m.lerp_(grads, 1 - adam.beta1)
+        parts = {name: layout.split(value) for name, value in (("g", grads), ("m", m), ("v", v), ("u", update))}
+        means = grads.new_empty(len(layout.names))
+        for batch in self._plan.batches:
+            for one in batch.members:
+                # β m' + (1 − β) g, written where the products want it.
+                pair = one.wide(parts["g"][one.place]), one.wide(parts["m"][one.place])
+                _lerped(*pair, adam.beta1, one.batch(batch.x))
+            batch.orthogonalise(direction.coefficients)
+            squares = batch.x.float().square().sum((-2, -1)) if batch.x.dtype == torch.bfloat16 else None
+            for one in batch.members:
+                found = one.batch(batch.x)
+                one.wide(parts["u"][one.place]).copy_(found)
+                total = found.square().sum() if squares is None else one.batch(squares).sum()
+                means[one.place] = total / found.numel()
+        if self._plan.rest:
+            g, mean, square, into = ([parts[key][index] for index in self._plan.rest] for key in "gmvu")
+            torch._foreach_mul_(square, adam.beta2)
+            torch._foreach_addcmul_(square, g, g, 1 - adam.beta2)
+            scales = torch._foreach_div(square, 1 - adam.beta2 ** int(step))
+            torch._foreach_sqrt_(scales)
+            torch._foreach_add_(scales, adam.eps)
+            torch._foreach_mul_(scales, 1 - adam.beta1 ** int(step))
+            torch._foreach_copy_(into, torch._foreach_div(mean, scales))
+            norms = torch.stack(torch._foreach_norm(into))
+            sizes = norms.new_tensor([max(len(part), 1) for part in into])
+            means[self._plan.rest] = norms.square() / sizes
+        moves = torch.stack(torch._foreach_norm(parts["g"], math.inf)) > 0
+        idle = torch.where(moves, 0.0, state.groups["tensors"]["idle"] + 1)
+        factors = REST**idle / root_of_mean(means, layout.tensors.each(layout.fan_ins, means))
+        torch._foreach_mul_(parts["u"], list(factors.unbind()))
+        total = state.shared["total_steps"]
+        share = to_the_end(self.reference.schedule, state.shared["step"], total, self.reference.warm_up)
+        update.add_(params, alpha=self.reference.weight_decay).mul_(-rate * float(share))
+        groups = {"tensors": {"idle": idle}}
+        return update, OptimiserState(layout, state.coordinates, groups, {"step": step, "total_steps": total})
+
+
+def _lerped(one: Tensor, other: Tensor, weight: float, out: Tensor) -> None:
+    """Writes one + weight (other − one) into `out`, which may have another dtype."""
+    if out.dtype == one.dtype:
+        torch.lerp(one, other, weight, out=out)
+    else:
+        out.copy_(torch.lerp(one, other, weight))
+
+
+def _suits(grads: Tensor, state: OptimiserState, params: Tensor) -> bool:
+    """Whether it is one run on the CPU of whole tensors, in memory of its own, with gradients that have a square."""
+    layout, values = state.layout, [grads, params, *state.coordinates.values()]
+    if grads.dim() != 1 or layout.shards is not None or layout.origin is not None or layout.exchange is not COMPUTED:
+        return False
+    if not grads.numel() or torch._C._are_functorch_transforms_active():
+        return False
+    if any(value.device.type != "cpu" or value.dtype != grads.dtype or not value.is_contiguous() for value in values):
+        return False
+    if 0 in layout.sizes or len({value.data_ptr() for value in pytree.tree_leaves(state.coordinates)}) < 2:
+        return False
+    return bool(grads.abs().max().square().isfinite())

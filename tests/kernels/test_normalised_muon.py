@@ -1,0 +1,115 @@
+"""The harness's step in place against the reference."""
+
+import laws
+import pytest
+import torch
+from implementations import normal
+
+from l2lopt import kernels, optimisers
+from l2lopt.core.kinds import Role
+from l2lopt.core.layout import Layout
+from l2lopt.kernels.cpu.normalised_muon import FusedNormalisedMuon
+
+SHAPES = {
+    "wide": (3, 5),
+    "bias": (3,),
+    "tall": (5, 3),
+    "scalar": (),
+    "convolution": (3, 5, 1, 1),
+    "qkv": (12, 4),
+    "embed.weight": (6, 4),
+    "square": (4, 4),
+}
+LAYOUT = Layout.of({name: torch.zeros(shape) for name, shape in SHAPES.items()})
+
+
+def run(update, optimiser, layout=LAYOUT, steps=6, dtype=torch.float64, gradient=None, batch=()):
+    theta = normal(*batch, layout.size, seed=1).to(dtype)
+    state, trail = optimiser.init(layout, batch, like=theta, total_steps=20), []
+    for step in range(steps):
+        g = normal(*batch, layout.size, seed=50 + step).to(dtype) * (1 + step)
+        g = g if gradient is None else gradient(g, step)
+        change, state = update(g, state, theta)
+        trail.append((change.clone(), {name: value.clone() for name, value in state.coordinates.items()}))
+        theta = theta + change
+    return trail, state.groups, state.shared
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"weight_decay": 0.0, "schedule": "linear", "warm_up": 0.2},
+        {"direction": {"name": "orthogonalised", "coefficients": "polar-express", "betas": [0.8, 0.95]}},
+        {"direction": "adam"},
+    ],
+)
+def test_the_step_in_place_is_the_references(options, dtype, tolerance):
+    plain = optimisers.make("normalised-muon", **options)
+    fused = kernels.fuse(plain, "cpu")
+    assert isinstance(fused, FusedNormalisedMuon)
+    laws.assert_close(run(fused.update_, fused, dtype=dtype), run(plain.update, plain, dtype=dtype), tolerance)
+
+
+def test_in_bfloat16_products_it_is_near():
+    plain = optimisers.make("normalised-muon", direction={"name": "orthogonalised", "precision": "bfloat16"})
+    fused = kernels.fuse(plain)
+    ours, theirs = run(fused.update_, fused, dtype=torch.float32), run(plain.update, plain, dtype=torch.float32)
+    laws.assert_close(ours, theirs, 0.05)
+
+
+def bad(g, step):
+    return g.masked_fill(torch.arange(g.shape[-1]) % 7 == 0, float("nan")) if step % 2 else g
+
+
+def idle(g, step):
+    values = LAYOUT.unravel(g.clone())
+    values["qkv"].zero_()
+    if step > 2:
+        values["wide"].zero_()
+        values["bias"].zero_()
+    return LAYOUT.ravel(values)
+
+
+@pytest.mark.parametrize("gradient", [bad, idle, lambda g, step: g * (1e-8 if step else 0.0)])
+def test_gradients_that_are_not_finite_or_zero(gradient):
+    plain = optimisers.make("normalised-muon")
+    fused = kernels.fuse(plain)
+    found, wanted = (run(update, plain, gradient=gradient) for update in (fused.update_, plain.update))
+    laws.assert_close(found, wanted, 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("layout", "batch"),
+    [
+        (LAYOUT, (2,)),
+        (Layout(("bias",), ((4,),)), ()),
+        (Layout(("w",), ((4, 6),)), ()),
+        (Layout(("w", "none"), ((4, 6), (0, 3))), ()),
+        (Layout(("w",), ((4, 6),), roles=(Role("matrix", 2),)), ()),
+    ],
+)
+def test_any_layout(layout, batch):
+    plain = optimisers.make("normalised-muon")
+    fused = kernels.fuse(plain)
+    laws.assert_close(
+        run(fused.update_, fused, layout, batch=batch), run(plain.update, plain, layout, batch=batch), 1e-12
+    )
+
+
+def test_layouts_may_take_turns():
+    plain = optimisers.make("normalised-muon")
+    fused, other = kernels.fuse(plain), Layout(("w",), ((4, 6),))
+    for layout in (LAYOUT, other, LAYOUT):
+        laws.assert_close(run(fused.update_, fused, layout), run(plain.update, plain, layout), 1e-12)
+
+
+def test_the_state_is_overwritten_and_the_gradient_is_not():
+    fused = kernels.fuse(optimisers.make("normalised-muon"))
+    g, theta = normal(LAYOUT.size), normal(LAYOUT.size, seed=1)
+    state, kept = fused.init(LAYOUT, like=g), (g.clone(), theta.clone())
+    _, after = fused.update_(g, state, theta)
+    assert after.coordinates["m"] is state.coordinates["m"]
+    assert torch.equal(g, kept[0])
+    assert torch.equal(theta, kept[1])
