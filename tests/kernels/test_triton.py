@@ -20,6 +20,7 @@ pytest.importorskip("triton")
 
 from l2lopt import estimators, kernels, optimisers
 from l2lopt.core.errors import UserError
+from l2lopt.core.kinds import Role
 from l2lopt.core.types import Carry, InnerStep, Target, stack
 from l2lopt.estimators.window import BlockUpdate
 from l2lopt.kernels import triton
@@ -245,7 +246,7 @@ def test_a_state_in_bfloat16_goes_in_one_piece():
     """`LearnedOptimizer`'s vector hands it to the kernel, which rounds it; the CPU's twin takes it in pieces."""
     optimiser = reference("lstm", ["log-and-sign", "rnnprop"], "bounded", torch.float32).to(DEVICE)
     params = OrderedDict(a=nn.Parameter(normal(7, 3).float().to(DEVICE)), b=nn.Parameter(torch.ones(5, device=DEVICE)))
-    vectors = [FlatVector(params, [{}, {}], (3, 3)) for _ in range(2)]
+    vectors = [FlatVector(params, [{}, {}], (3, 3), (Role("matrix"), Role("vector"))) for _ in range(2)]
     twins = kernels.fuse(optimiser, "triton"), optimiser
     for seed in range(3):
         grads, theta = normal(26, seed=seed).float().to(DEVICE), normal(26, seed=9).float().to(DEVICE)
