@@ -18,6 +18,9 @@ from l2lopt.optimisers.normalised_muon import REST
 from l2lopt.optimisers.rules import root_of_mean
 from l2lopt.optimisers.schedules import to_the_end
 
+PLANS = 8
+"""Layouts whose memory is kept."""
+
 
 class _Member(NamedTuple):
     """A matrix parameter, or a stack of them, within a batch of matrices of one shape.
@@ -68,15 +71,16 @@ class _Batch:
 
 
 class _Plan:
-    """What a step needs of a layout.
+    """What a step needs of a layout, and the memory for it.
 
     Args:
         layout: Layout of one run's coordinates.
-        like: A tensor of the dtype of the products.
+        like: Gradients of the run.
+        precision: Dtype of the products; None for that of the gradients.
     """
 
-    def __init__(self, layout: Layout, like: Tensor) -> None:
-        self.layout = layout
+    def __init__(self, layout: Layout, like: Tensor, precision: torch.dtype | None) -> None:
+        self.update, product = torch.empty_like(like), like.new_empty(0, dtype=precision)
         self.rest = [index for index, role in enumerate(layout.roles) if role.kind != "matrix"]
         alike: dict[tuple[int, ...], list[_Member]] = {}
         for index, (shape, role) in enumerate(zip(layout.shapes, layout.roles, strict=True)):
@@ -86,7 +90,7 @@ class _Plan:
                 members = alike.setdefault(tuple(sorted(stack[1:])), [])
                 low = members[-1].low + members[-1].shape[0] if members else 0
                 members.append(_Member(index, stack, low))
-        self.batches = [_Batch(members, like) for members in alike.values()]
+        self.batches = [_Batch(members, product) for members in alike.values()]
 
 
 class FusedNormalisedMuon(Optimiser):
@@ -104,8 +108,7 @@ class FusedNormalisedMuon(Optimiser):
     def __init__(self, reference: NormalisedMuon) -> None:
         super().__init__()
         self.reference, self.description = reference, reference.description
-        self._plan: _Plan | None = None
-        self._update = torch.empty(0)
+        self._plans: dict[tuple[Layout, torch.dtype], _Plan] = {}
 
     def init(
         self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None, total_steps: int | None = None
@@ -128,15 +131,13 @@ class FusedNormalisedMuon(Optimiser):
         if not isinstance(direction, Orthogonalised) or isinstance(rate, Tensor) or not _suits(grads, state, params):
             return self.reference.update_(grads, state, params, loss=loss)
         layout, step = state.layout, state.shared["step"] + 1
-        if self._plan is None or self._plan.layout != layout or self._update.dtype != grads.dtype:
-            self._plan = _Plan(layout, grads.new_empty(0, dtype=direction.precision or grads.dtype))
-            self._update = torch.empty_like(grads)
-        m, v, update = state.coordinates["m"], state.coordinates["v"], self._update
+        plan = self._plan(layout, grads, direction.precision)
+        m, v, update = state.coordinates["m"], state.coordinates["v"], plan.update
         adam = direction.adam
         m.lerp_(grads, 1 - adam.beta1)
         parts = {name: layout.split(value) for name, value in (("g", grads), ("m", m), ("v", v), ("u", update))}
         means = grads.new_empty(len(layout.names))
-        for batch in self._plan.batches:
+        for batch in plan.batches:
             for one in batch.members:
                 # β m' + (1 − β) g, written where the products want it.
                 pair = one.wide(parts["g"][one.place]), one.wide(parts["m"][one.place])
@@ -148,8 +149,8 @@ class FusedNormalisedMuon(Optimiser):
                 one.wide(parts["u"][one.place]).copy_(found)
                 total = found.square().sum() if squares is None else one.batch(squares).sum()
                 means[one.place] = total / found.numel()
-        if self._plan.rest:
-            g, mean, square, into = ([parts[key][index] for index in self._plan.rest] for key in "gmvu")
+        if plan.rest:
+            g, mean, square, into = ([parts[key][index] for index in plan.rest] for key in "gmvu")
             torch._foreach_mul_(square, adam.beta2)
             torch._foreach_addcmul_(square, g, g, 1 - adam.beta2)
             scales = torch._foreach_div(square, 1 - adam.beta2 ** int(step))
@@ -159,7 +160,7 @@ class FusedNormalisedMuon(Optimiser):
             torch._foreach_copy_(into, torch._foreach_div(mean, scales))
             norms = torch.stack(torch._foreach_norm(into))
             sizes = norms.new_tensor([max(len(part), 1) for part in into])
-            means[self._plan.rest] = norms.square() / sizes
+            means[plan.rest] = norms.square() / sizes
         moves = torch.stack(torch._foreach_norm(parts["g"], math.inf)) > 0
         idle = torch.where(moves, 0.0, state.groups["tensors"]["idle"] + 1)
         factors = REST**idle / root_of_mean(means, layout.tensors.each(layout.fan_ins, means))
@@ -169,6 +170,15 @@ class FusedNormalisedMuon(Optimiser):
         update.add_(params, alpha=self.reference.weight_decay).mul_(-rate * float(share))
         groups = {"tensors": {"idle": idle}}
         return update, OptimiserState(layout, state.coordinates, groups, {"step": step, "total_steps": total})
+
+    def _plan(self, layout: Layout, like: Tensor, precision: torch.dtype | None) -> _Plan:
+        """The plan of a layout, made once while few layouts take turns."""
+        key = layout, like.dtype
+        if key not in self._plans:
+            if len(self._plans) == PLANS:
+                self._plans.clear()
+            self._plans[key] = _Plan(layout, like, precision)
+        return self._plans[key]
 
 
 def _lerped(one: Tensor, other: Tensor, weight: float, out: Tensor) -> None:
