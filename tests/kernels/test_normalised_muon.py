@@ -98,6 +98,22 @@ def test_any_layout(layout, batch):
     )
 
 
+def test_what_is_not_in_place_has_the_same_bits_and_changes_nothing():
+    fused = kernels.fuse(optimisers.make("normalised-muon"))
+    laws.assert_same(run(fused.update, fused), run(fused.update_, fused))
+    laws.assert_optimiser_changes_nothing(fused)
+
+
+def test_where_a_derivative_is_wanted_it_is_the_references():
+    plain = optimisers.make("normalised-muon")
+    fused, theta = kernels.fuse(plain), normal(LAYOUT.size, seed=1).requires_grad_()
+    state, g = plain.init(LAYOUT, like=theta), normal(LAYOUT.size)
+    found, wanted = (
+        torch.autograd.grad(rule.update(g * theta, state, theta)[0].square().sum(), theta) for rule in (fused, plain)
+    )
+    laws.assert_same(found, wanted)
+
+
 def test_layouts_may_take_turns():
     plain = optimisers.make("normalised-muon")
     fused, other = kernels.fuse(plain), Layout(("w",), ((4, 6),))

@@ -119,8 +119,13 @@ class FusedNormalisedMuon(Optimiser):
     def update(
         self, grads: Tensor, state: OptimiserState, params: Tensor, *, loss: Tensor | None = None
     ) -> tuple[Tensor, OptimiserState]:
-        """The reference's."""
-        return self.reference.update(grads, state, params, loss=loss)
+        """The numbers of `update_`, to the bit, in memory of their own; the reference's where a tape is wanted."""
+        leaves = [grads, params, *pytree.tree_leaves(state)]
+        if torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+            return self.reference.update(grads, state, params, loss=loss)
+        own = {name: value.clone() for name, value in state.coordinates.items()}
+        update, after = self.update_(grads, state._replace(coordinates=own), params, loss=loss)
+        return update.clone(), after
 
     @torch.no_grad()
     def update_(
