@@ -124,3 +124,9 @@ def zero_step(like: Tensor) -> Tensor:
     """A step count of 0 on the device of `like`."""
     # An integer: float32 counts to 2²⁴ only, and bfloat16 to 2⁸.
     return torch.zeros((), dtype=torch.int64, device=like.device)
+
+
+def no_moments(layout: Layout, batch: Sequence[int], like: Tensor | None) -> OptimiserState:
+    """The state of running means m and v before the first update."""
+    m, v = zeros(layout, batch, like), zeros(layout, batch, like)
+    return OptimiserState(layout, {"m": m, "v": v}, {}, {"step": zero_step(m)})

@@ -4,15 +4,16 @@ Each is an `Input` of one feature, so that hand-designed optimisers, learned rul
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from l2lopt.core.errors import UserError, above_0, did_you_mean
+from l2lopt.core.errors import above_0
 from l2lopt.core.kinds import matrix_view
 from l2lopt.core.layout import Layout, Params
 from l2lopt.optimisers.hand_designed import bias_corrected, check_decay, check_decays
-from l2lopt.optimisers.inputs import Input, StepInputs, safe_sqrt
+from l2lopt.optimisers.inputs import Input, StepInputs, moments
 
 Coefficients = Sequence[tuple[float, float, float]]
 """(a, b, c) of each Newton-Schulz step."""
@@ -41,6 +42,8 @@ arXiv:2502.16982) and PyTorch's: steep at 0 and no closer to 1 than 0.7 to 1.2. 
 each step, nearer to 1 (modded-nanogpt, 2025). "polar-express": the best polynomials step by step for singular values
 from 0.001 of the largest (Amsel et al. 2025, arXiv:2505.16932), with a safety factor of 1.02.
 """
+PRECISIONS: Mapping[str, torch.dtype | None] = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+"""Name → dtype of the products."""
 EPS = 1e-7
 
 
@@ -169,11 +172,8 @@ class Adam(Input):
 
     def forward(self, step_inputs: StepInputs, memory: Params) -> tuple[Tensor, Params]:
         """m̂ / (√v̂ + ε)."""
-        g, step = step_inputs.grads, step_inputs.step
-        m = self.beta1 * memory["m"] + (1 - self.beta1) * g
-        v = self.beta2 * memory["v"] + (1 - self.beta2) * g.square()
-        scale = safe_sqrt(bias_corrected(v, self.beta2, step)) + self.eps
-        return (bias_corrected(m, self.beta1, step) / scale)[None], {"m": m, "v": v}
+        mean, root, memory = moments(step_inputs, memory, self.beta1, self.beta2)
+        return (mean / (root + self.eps))[None], memory
 
 
 class Orthogonalised(Input):
@@ -198,12 +198,12 @@ class Orthogonalised(Input):
         self,
         betas: Sequence[float] = (0.9, 0.99),
         eps: float = 1e-8,
-        coefficients: str = "keller-jordan",
-        precision: str = "auto",
+        coefficients: Literal["keller-jordan", "you-jiacheng", "polar-express"] = "keller-jordan",
+        precision: Literal["auto", "float32", "bfloat16"] = "auto",
     ) -> None:
         super().__init__()
         self.adam = Adam(betas, eps)
-        self.coefficients, self.precision = check_coefficients(coefficients), check_precision(precision)
+        self.coefficients, self.precision = COEFFICIENTS[coefficients], PRECISIONS[precision]
 
     def forward(self, step_inputs: StepInputs, memory: Params) -> tuple[Tensor, Params]:
         """NS of the Nesterov momentum on matrices, m̂ / (√v̂ + ε) elsewhere."""
@@ -222,31 +222,6 @@ def is_matrix(layout: Layout, like: Tensor) -> Tensor:
     """Whether each coordinate is one of a matrix, [n]."""
     matrices = [float(role.kind == "matrix") for role in layout.roles]
     return layout.tensors.spread(layout.tensors.each(matrices, like)) > 0
-
-
-def check_coefficients(name: str) -> Coefficients:
-    """The coefficients of that name.
-
-    Raises:
-        UserError: For an unknown name.
-    """
-    if name not in COEFFICIENTS:
-        remedy = did_you_mean(name, COEFFICIENTS)
-        raise UserError("coefficients", expected="a known name", found=repr(name), remedy=remedy)
-    return COEFFICIENTS[name]
-
-
-def check_precision(name: str) -> torch.dtype | None:
-    """The dtype of that name; None for "auto".
-
-    Raises:
-        UserError: For an unknown name.
-    """
-    known = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
-    if name not in known:
-        remedy = did_you_mean(name, known)
-        raise UserError("precision", expected="a known name", found=repr(name), remedy=remedy)
-    return known[name]
 
 
 def _matrix(shape: Sequence[int], split: int) -> tuple[int, int, int]:

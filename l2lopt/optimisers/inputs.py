@@ -95,11 +95,9 @@ class RNNprop(Input):
 
     def forward(self, step_inputs: StepInputs, memory: Params) -> tuple[Tensor, Params]:
         """(m̂, g) / (√v̂ + ε)."""
-        g = step_inputs.grads
-        m = self.beta1 * memory["m"] + (1 - self.beta1) * g
-        v = self.beta2 * memory["v"] + (1 - self.beta2) * g.square()
-        scale = safe_sqrt(bias_corrected(v, self.beta2, step_inputs.step)) + self.eps
-        return torch.stack([bias_corrected(m, self.beta1, step_inputs.step) / scale, g / scale]), {"m": m, "v": v}
+        mean, root, memory = moments(step_inputs, memory, self.beta1, self.beta2)
+        scale = root + self.eps
+        return torch.stack([mean / scale, step_inputs.grads / scale]), memory
 
 
 class LogStep(Input):
@@ -191,6 +189,14 @@ class Momenta(Input):
             features.append(bias_corrected(mean, beta, step_inputs.step) / scale)
             after[f"m{index}"] = mean
         return torch.stack(features), after
+
+
+def moments(step_inputs: StepInputs, memory: Params, beta1: float, beta2: float) -> tuple[Tensor, Tensor, Params]:
+    """m̂ and √v̂, the bias-corrected running means of g and g², and the memory of both: {"m", "v"}."""
+    g, step = step_inputs.grads, step_inputs.step
+    m = beta1 * memory["m"] + (1 - beta1) * g
+    v = beta2 * memory["v"] + (1 - beta2) * g.square()
+    return bias_corrected(m, beta1, step), safe_sqrt(bias_corrected(v, beta2, step)), {"m": m, "v": v}
 
 
 def log_and_sign(x: Tensor, p: float) -> Tensor:

@@ -2,17 +2,17 @@
 
 from collections.abc import Sequence
 from math import sqrt
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from l2lopt.core.errors import UserError, at_least_0, did_you_mean
+from l2lopt.core.errors import at_least_0
 from l2lopt.core.kinds import matrix_view
 from l2lopt.core.layout import Layout
 from l2lopt.core.types import OptimiserState
-from l2lopt.optimisers.base import Optimiser, zero_step, zeros
-from l2lopt.optimisers.directions import check_coefficients, check_precision, is_matrix, orthogonalised
+from l2lopt.optimisers.base import Optimiser, no_moments
+from l2lopt.optimisers.directions import COEFFICIENTS, PRECISIONS, is_matrix, orthogonalised
 from l2lopt.optimisers.hand_designed import (
     Rate,
     bias_corrected,
@@ -61,8 +61,8 @@ class Muon(Optimiser):
         eps: float = 1e-8,
         rest_lr: Rate | None = None,
         scale: Scale = "moonlight",
-        coefficients: str = "keller-jordan",
-        precision: str = "auto",
+        coefficients: Literal["keller-jordan", "you-jiacheng", "polar-express"] = "keller-jordan",
+        precision: Literal["auto", "float32", "bfloat16"] = "auto",
     ) -> None:
         super().__init__()
         self.rates = check_rate(lr), check_rate(lr if rest_lr is None else rest_lr)
@@ -70,17 +70,13 @@ class Muon(Optimiser):
         self.beta1, self.beta2 = check_decays("muon: betas", betas)
         self.weight_decay, self.eps, self.scale = weight_decay, eps, scale
         at_least_0("muon", weight_decay=weight_decay, eps=eps)
-        if scale not in get_args(Scale):
-            remedy = did_you_mean(scale, get_args(Scale))
-            raise UserError("muon: scale", expected="a known name", found=repr(scale), remedy=remedy)
-        self.coefficients, self.precision = check_coefficients(coefficients), check_precision(precision)
+        self.coefficients, self.precision = COEFFICIENTS[coefficients], PRECISIONS[precision]
 
     def init(
         self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None, total_steps: int | None = None
     ) -> OptimiserState:
         """The running means at 0; v stays so on matrices."""
-        m, v = zeros(layout, batch, like), zeros(layout, batch, like)
-        return OptimiserState(layout, {"m": m, "v": v}, {}, {"step": zero_step(m)})
+        return no_moments(layout, batch, like)
 
     def update(
         self, grads: Tensor, state: OptimiserState, params: Tensor, *, loss: Tensor | None = None

@@ -8,7 +8,7 @@ from torch import Tensor
 from l2lopt.core.errors import above_0, at_least_0
 from l2lopt.core.layout import Layout
 from l2lopt.core.types import OptimiserState
-from l2lopt.optimisers.base import Optimiser, zero_step, zeros
+from l2lopt.optimisers.base import Optimiser, no_moments
 from l2lopt.optimisers.hand_designed import Rate, check_rate, per_row
 from l2lopt.optimisers.inputs import RNNprop, StepInputs
 from l2lopt.optimisers.rules import root_mean_square
@@ -51,8 +51,7 @@ class NormalisedAdam(Optimiser):
         self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None, total_steps: int | None = None
     ) -> OptimiserState:
         """The state m = v = 0."""
-        m, v = zeros(layout, batch, like), zeros(layout, batch, like)
-        return OptimiserState(layout, {"m": m, "v": v}, {}, {"step": zero_step(m)})
+        return no_moments(layout, batch, like)
 
     def update(
         self, grads: Tensor, state: OptimiserState, params: Tensor, *, loss: Tensor | None = None

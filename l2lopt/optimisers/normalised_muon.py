@@ -37,10 +37,10 @@ class NormalisedMuon(Optimiser):
 
     A coordinate whose gradient is not finite gets the update 0 and keeps its state.
 
-    8 bytes of state a parameter in float32. A step costs what Muon's does: five Newton-Schulz steps of every matrix.
+    8 bytes of state a parameter in float32. Of a step's time most are the five Newton-Schulz steps of every matrix.
 
     Args:
-        lr: η > 0. 0.03 with the decay of 0.1 serves from small MLPs to transformers.
+        lr: η > 0. The default and the decay of 0.1 are one setting for many networks; small sigmoid ones want more.
         weight_decay: λ ≥ 0.
         direction: Any of `directions.DIRECTIONS`, by name or by name and options.
         schedule: Fall after the warm-up where the end is known: "cosine", "linear", "warm-up-stable-decay", "constant".

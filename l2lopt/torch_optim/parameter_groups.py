@@ -51,7 +51,7 @@ def inform(
     """Tells an optimiser what is only known after it was made; others than `LearnedOptimizer` have no use for it.
 
     Args:
-        optimizer: Optimiser, before its first step or between two steps; wrappers of other libraries are looked into.
+        optimizer: Optimiser, before its first step or between two steps, or a wrapper that shows its `param_groups`.
         steps: Number of steps of the run.
         known: Roles of parameters by name.
     """

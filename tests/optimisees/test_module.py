@@ -8,11 +8,12 @@ import torch
 from implementations import IMAGES, SAMPLED, linear, module_optimisee, normal
 from torch import nn
 
-from l2lopt import estimators, optimisers
+from l2lopt import LearnedOptimizer, estimators, optimisers
 from l2lopt.core.errors import UserError
 from l2lopt.core.layout import Layout
 from l2lopt.core.seeding import seed_of
 from l2lopt.core.types import Carry, InnerStep, Target
+from l2lopt.evaluation.free_runs import run_free
 from l2lopt.experiments import build
 from l2lopt.optimisee import flat_loss
 from l2lopt.training.train import TrainSettings, train
@@ -196,3 +197,37 @@ def test_frozen_parameters_stay(unroll):
         rule.update_with, flat_loss(task, layout), rule.phi(), carry, steps
     )
     laws.assert_close(found.gradient, expected.gradient, 1e-4)
+
+
+class Watching(optimisers.SGD):
+    """Notes the roles and the length that it is told of."""
+
+    def __init__(self):
+        super().__init__(0.1)
+        self.told = []
+
+    def init(self, layout, batch=(), *, like=None, total_steps=None):
+        self.told.append(([role.kind for role in layout.roles], total_steps))
+        return super().init(layout, batch, like=like, total_steps=total_steps)
+
+
+def test_every_run_tells_the_optimiser_what_the_modules_parameters_are_and_how_long_it_is():
+    """By names and shapes alone they would be four matrices and vectors."""
+
+    def model():
+        return nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 6), nn.Linear(6, 9), nn.Flatten(0, 1))
+
+    tokens = torch.arange(36).view(12, 3) % 9
+    samples = InMemory(tokens[:9], tokens[:9].flatten().view(9, 3), tokens[9:], tokens[9:])
+    task = ModuleOptimisee(model, lambda y, t: nn.functional.cross_entropy(y, t.flatten()), samples, batch_size=3)
+    kinds, watching, made = ["embedding", "matrix", "vector", "head", "vector"], Watching(), []
+    run_free(watching, task, [0], [2])
+    assert watching.told == [(kinds, 2)]
+
+    def factory(params):
+        made.append(LearnedOptimizer(params, "normalised-muon"))
+        return made[0]
+
+    train(task, factory, TrainSettings(steps=3))
+    (group,) = made[0].param_groups
+    assert (group["kind"], group["steps"]) == (kinds, 3)

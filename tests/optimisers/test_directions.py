@@ -4,6 +4,7 @@ import pytest
 import torch
 from implementations import normal, step_inputs
 
+from l2lopt.core import registry
 from l2lopt.core.errors import UserError
 from l2lopt.core.kinds import Role
 from l2lopt.core.layout import Layout
@@ -163,4 +164,4 @@ def test_a_role_decides():
 @pytest.mark.parametrize("options", [{"coefficients": "jordan"}, {"precision": "float8"}, {"betas": (0.9, 1.0)}])
 def test_options_out_of_range_are_refused(options):
     with pytest.raises(UserError):
-        Orthogonalised(**options)
+        registry.build(DIRECTIONS, "direction", {"name": "orthogonalised", **options})

@@ -96,8 +96,8 @@ class _Plan:
 class FusedNormalisedMuon(Optimiser):
     """The harness whose `update_` works in place: the same states and numbers, to rounding.
 
-    For one run on the CPU, by the orthogonalised direction, with finite gradients; for all else it is the reference. A
-    step of the reference goes over memory some forty times, one of this some ten times beside the products.
+    For one run on the CPU, by the orthogonalised direction, with finite gradients; for all else it is the reference.
+    Beside the products a step of the reference is bound by memory, which this one goes over fewer times.
 
     Args:
         reference: The plain optimiser.
