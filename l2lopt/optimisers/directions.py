@@ -4,6 +4,7 @@ Each is an `Input` of one feature, so that hand-designed optimisers, learned rul
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Literal
 
 import torch
@@ -45,6 +46,8 @@ from 0.001 of the largest (Amsel et al. 2025, arXiv:2505.16932), with a safety f
 PRECISIONS: Mapping[str, torch.dtype | None] = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 """Name → dtype of the products."""
 EPS = 1e-7
+LARGE = 128
+"""Rows and columns from which a matrix's products are quicker in bfloat16 on a CPU that multiplies it."""
 
 
 def newton_schulz(
@@ -88,10 +91,8 @@ def orthogonalised(
         values: [..., n].
         layout: Layout of whole tensors.
         coefficients: (a, b, c) of each step.
-        precision: Dtype of the products; None for bfloat16 on a GPU that computes float32, else the values' own.
+        precision: Dtype of the products; None chooses as `fast_precision` does.
     """
-    if precision is None:
-        precision = torch.bfloat16 if values.is_cuda and values.dtype == torch.float32 else values.dtype
     batch = values.shape[:-1]
     parts = list(layout.split(values))
     found: list[Tensor | None] = [None] * len(parts)
@@ -101,8 +102,9 @@ def orthogonalised(
         if role.kind == "matrix":
             _, rows, columns = shapes[index]
             alike.setdefault((min(rows, columns), max(rows, columns)), []).append(index)
-    for indices in alike.values():
-        wide = [_wide(parts[index].reshape(*batch, *shapes[index]).to(precision)) for index in indices]
+    for (smaller, _), indices in alike.items():
+        dtype = precision or fast_precision(values, smaller)
+        wide = [_wide(parts[index].reshape(*batch, *shapes[index]).to(dtype)) for index in indices]
         counts = [piece.shape[-3] for piece in wide]
         results = newton_schulz(torch.cat(wide, -3), coefficients).to(values.dtype).split(counts, -3)
         for index, result in zip(indices, results, strict=True):
@@ -110,6 +112,27 @@ def orthogonalised(
             found[index] = (result.mT if rows > columns else result).reshape(parts[index].shape)
     filled = [torch.zeros_like(part) if one is None else one for part, one in zip(parts, found, strict=True)]
     return torch.cat([values[..., :0], *filled], -1)
+
+
+def fast_precision(values: Tensor, smaller: int) -> torch.dtype:
+    """The dtype in which the products of a matrix are quickest: bfloat16 in place of float32, or the values' own.
+
+    bfloat16 on a GPU, and for matrices of at least `LARGE` rows and columns on a CPU with instructions for it. It goes
+    by the matrix alone, so that runs side by side are computed as each by itself.
+
+    Args:
+        values: The matrices' coordinates.
+        smaller: Number of rows or columns, whichever is smaller.
+    """
+    fast = values.is_cuda or (values.device.type == "cpu" and smaller >= LARGE and _cpu_multiplies_bfloat16())
+    return torch.bfloat16 if fast and values.dtype == torch.float32 else values.dtype
+
+
+@cache
+def _cpu_multiplies_bfloat16() -> bool:
+    """Whether this processor has instructions for products of bfloat16; without them they are emulated, slowly."""
+    checks = (getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile"))
+    return any(check is not None and check() for check in checks)
 
 
 class Momentum(Input):
@@ -188,7 +211,7 @@ class Orthogonalised(Input):
         betas: (β₁, β₂), each in [0, 1); β₂ serves where there is no matrix.
         eps: ε > 0 of Adam's direction.
         coefficients: Any of `COEFFICIENTS`.
-        precision: Dtype of the products: "float32", "bfloat16", or "auto" for bfloat16 where a GPU computes float32.
+        precision: Dtype of the products: "float32", "bfloat16", or "auto" for `fast_precision`.
     """
 
     size = 1

@@ -46,7 +46,7 @@ class Muon(Optimiser):
         rest_lr: η_r > 0; None for η.
         scale: "moonlight" or "original".
         coefficients: Any of `directions.COEFFICIENTS`.
-        precision: Dtype of the products: "float32", "bfloat16", or "auto" for bfloat16 where a GPU computes float32.
+        precision: Dtype of the products: "float32", "bfloat16", or "auto" for `directions.fast_precision`.
 
     Raises:
         UserError: For a value out of its range.

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch._utils import _unflatten_dense_tensors
 
 from l2lopt.core.errors import UserError
 from l2lopt.core.kinds import Role
@@ -57,6 +57,7 @@ class FlatVector:
         self._shown: list[Params] = [{} for _ in self.params]  # the tensors that this vector has put into `states`
         self._buffers: dict[str, OptimiserState] = {}  # by prefix
         self._blocks: dict[str, list[Block]] = {}  # by prefix
+        self._copies: Params = {}
 
     def is_current(self, params: Sequence[Tensor], states: Sequence[dict[str, Any]], steps: int | None) -> bool:
         """Whether it has exactly these parameters in a run of `steps`, and nobody has replaced a tensor in `states`."""
@@ -70,12 +71,24 @@ class FlatVector:
         )
 
     def gather(self) -> tuple[Tensor, Tensor]:
-        """Copies of gradients and parameters, [n] each, so that a rule never writes to the caller's memory."""
-        dtype = compute_dtype(self.params[0])
+        """Copies of gradients and parameters, [n] each, so that a rule never writes to the caller's memory.
+
+        On the CPU the next call writes to the same memory.
+        """
         grads = [param.grad for param in self.params if param.grad is not None]
         if self._is_distributed:
             grads = [sharding.local(grad, param) for grad, param in zip(grads, self.params, strict=True)]
-        return _flattened(grads).to(dtype), _flattened(self._local()).to(dtype)
+        return self._flattened("gradients", grads), self._flattened("parameters", self._local())
+
+    def _flattened(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
+        """A copy of all tensors, one after another, in the dtype of the rules."""
+        dtype, flat = compute_dtype(self.params[0]), [tensor.reshape(-1) for tensor in tensors]
+        if tensors[0].device.type != "cpu":
+            return torch.cat(flat).to(dtype)  # clones a single tensor, too
+        # New memory costs twice the copy's time there; a GPU's allocator hands the old out again by itself.
+        if name not in self._copies:
+            self._copies[name] = torch.empty(self.layout.size, dtype=dtype)
+        return torch.cat(flat, out=self._copies[name])
 
     def scatter(self, theta: Tensor) -> None:
         """Writes θ [n] into the parameters, rounded to their dtype."""
@@ -171,12 +184,3 @@ def _store(values: Params, buffers: Params) -> None:
 def compute_dtype(param: Tensor) -> torch.dtype:
     """The dtype in which rules work on a parameter."""
     return torch.float64 if param.dtype == torch.float64 else torch.float32
-
-
-def _flattened(tensors: Sequence[Tensor]) -> Tensor:
-    """A copy of all tensors, one after another."""
-    # Of a single tensor the function below gives a view, and the step works in place on the result.
-    if len(tensors) == 1:
-        return tensors[0].reshape(-1).clone()
-    flat: Tensor = _flatten_dense_tensors(tensors)
-    return flat

@@ -60,7 +60,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
 
     *Precision.* Rules compute in float32 (in float64 for float64 parameters) on copies of gradients and parameters. The
     new parameters are rounded to their dtype; there is no float32 master copy. The rules are copies with a constant φ.
-    Beside the state, a step takes 16 bytes per parameter, 4 of which remain allocated.
+    Beside the state, a step takes 16 bytes per parameter; 4 of them remain allocated, on the CPU 12.
 
     *Fallback.* The fallback's state ("fallback.…" in `state[p]`) is updated at every step beside the rule's. Once an
     update of the rule is not finite, or the loss is not finite or above `DIVERGED` times the first loss, all groups
@@ -271,7 +271,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
         if group["weight_decay"]:
             update = update - group["weight_decay"] * theta
         lr = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else group["lr"]
-        vector.scatter(theta.add_(lr * update))
+        vector.scatter(theta.add_(update if isinstance(lr, float) and lr == 1 else lr * update))
 
     def _update(
         self, vector: FlatVector, group: dict[str, Any], grads: Tensor, theta: Tensor, loss: Tensor | None

@@ -3,7 +3,8 @@
 python tests/benchmarks/bench_muon.py [--width 320] [--layers 8] [--tensors 1000] [--threads 2] [--seconds 60]
 
 Equality with the plain rule is checked first; times are medians of interleaved rounds. Both multiply in the precision
-that they choose by themselves: torch's Muon in bfloat16, the harness in float32 on a CPU.
+that they choose by themselves: torch's Muon in bfloat16, the harness on a CPU too where the processor has instructions
+for it and the matrices are large.
 """
 
 import argparse

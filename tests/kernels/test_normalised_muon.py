@@ -9,6 +9,7 @@ from l2lopt import kernels, optimisers
 from l2lopt.core.kinds import Role
 from l2lopt.core.layout import Layout
 from l2lopt.kernels.cpu.normalised_muon import FusedNormalisedMuon
+from l2lopt.optimisers import directions
 
 SHAPES = {
     "wide": (3, 5),
@@ -57,6 +58,19 @@ def test_in_bfloat16_products_it_is_near():
     fused = kernels.fuse(plain)
     ours, theirs = run(fused.update_, fused, dtype=torch.float32), run(plain.update, plain, dtype=torch.float32)
     laws.assert_close(ours, theirs, 0.05)
+
+
+@pytest.mark.parametrize(("able", "precision"), [(True, "bfloat16"), (False, "float32")])
+def test_large_matrices_have_the_precision_of_the_reference(monkeypatch, able, precision):
+    """On a processor with products in bfloat16 and on one without."""
+    monkeypatch.setattr(directions, "_cpu_multiplies_bfloat16", lambda: able)
+    layout = Layout.of({"large": torch.zeros(128, 130), "tall": torch.zeros(130, 128), "bias": torch.zeros(3)})
+    plain = optimisers.make("normalised-muon")
+    chosen = optimisers.make("normalised-muon", direction={"name": "orthogonalised", "precision": precision})
+    for form in (lambda rule: rule, kernels.fuse):
+        own, named = form(plain), form(chosen)
+        found, wanted = (run(one.update, one, layout, dtype=torch.float32) for one in (own, named))
+        laws.assert_close(found, wanted, 0.0)
 
 
 def bad(g, step):

@@ -8,9 +8,11 @@ from l2lopt.core import registry
 from l2lopt.core.errors import UserError
 from l2lopt.core.kinds import Role
 from l2lopt.core.layout import Layout
+from l2lopt.optimisers import directions
 from l2lopt.optimisers.directions import (
     COEFFICIENTS,
     DIRECTIONS,
+    LARGE,
     Adam,
     Orthogonalised,
     Sign,
@@ -106,6 +108,25 @@ def test_bfloat16_products_are_near():
     found = orthogonalised(values, LAYOUT, precision=torch.bfloat16)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, orthogonalised(values, LAYOUT), rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("able", [True, False])
+def test_large_matrices_are_multiplied_in_bfloat16_where_the_processor_can(monkeypatch, able):
+    monkeypatch.setattr(directions, "_cpu_multiplies_bfloat16", lambda: able)
+    layout = Layout.of({"large": torch.zeros(LARGE, LARGE + 1), "small": torch.zeros(LARGE - 1, LARGE + 1)})
+    for values in (normal(3, layout.size).float(), normal(3, layout.size)):
+        found, own = orthogonalised(values, layout), orthogonalised(values, layout, precision=values.dtype)
+        large, small = (a == b for a, b in zip(layout.split(found), layout.split(own), strict=True))
+        assert bool(large.all()) != (able and values.dtype == torch.float32)
+        assert small.all()
+
+
+def test_precision_goes_by_the_matrix_alone():
+    """Runs side by side are computed as each by itself, whatever the processor."""
+    layout = Layout.of({"large": torch.zeros(LARGE, LARGE)})
+    values = normal(3, layout.size).float()
+    each = torch.stack([orthogonalised(row, layout) for row in values])
+    torch.testing.assert_close(orthogonalised(values, layout), each, rtol=0, atol=1e-5)
 
 
 def test_no_tensors():

@@ -13,7 +13,7 @@ from l2lopt.core.kinds import matrix_view
 from l2lopt.core.layout import Layout
 from l2lopt.core.types import OptimiserState
 from l2lopt.optimisers import NormalisedMuon, Optimiser
-from l2lopt.optimisers.directions import EPS, Orthogonalised
+from l2lopt.optimisers.directions import EPS, Orthogonalised, fast_precision
 from l2lopt.optimisers.normalised_muon import REST
 from l2lopt.optimisers.rules import root_of_mean
 from l2lopt.optimisers.schedules import to_the_end
@@ -76,11 +76,11 @@ class _Plan:
     Args:
         layout: Layout of one run's coordinates.
         like: Gradients of the run.
-        precision: Dtype of the products; None for that of the gradients.
+        precision: Dtype of the products; None chooses as `fast_precision` does.
     """
 
     def __init__(self, layout: Layout, like: Tensor, precision: torch.dtype | None) -> None:
-        self.update, product = torch.empty_like(like), like.new_empty(0, dtype=precision)
+        self.update = torch.empty_like(like)
         self.rest = [index for index, role in enumerate(layout.roles) if role.kind != "matrix"]
         alike: dict[tuple[int, ...], list[_Member]] = {}
         for index, (shape, role) in enumerate(zip(layout.shapes, layout.roles, strict=True)):
@@ -90,7 +90,8 @@ class _Plan:
                 members = alike.setdefault(tuple(sorted(stack[1:])), [])
                 low = members[-1].low + members[-1].shape[0] if members else 0
                 members.append(_Member(index, stack, low))
-        self.batches = [_Batch(members, product) for members in alike.values()]
+        dtypes = {shape: precision or fast_precision(like, min(shape)) for shape in alike}
+        self.batches = [_Batch(members, like.new_empty(0, dtype=dtypes[shape])) for shape, members in alike.items()]
 
 
 class FusedNormalisedMuon(Optimiser):
@@ -136,24 +137,22 @@ class FusedNormalisedMuon(Optimiser):
         if not isinstance(direction, Orthogonalised) or isinstance(rate, Tensor) or not _suits(grads, state, params):
             return self.reference.update_(grads, state, params, loss=loss)
         layout, step = state.layout, state.shared["step"] + 1
+        largest = torch.stack(torch._foreach_norm(layout.split(grads), math.inf))
+        if not largest.max().square().isfinite():
+            return self.reference.update_(grads, state, params, loss=loss)
         plan = self._plan(layout, grads, direction.precision)
         m, v, update = state.coordinates["m"], state.coordinates["v"], plan.update
         adam = direction.adam
         m.lerp_(grads, 1 - adam.beta1)
         parts = {name: layout.split(value) for name, value in (("g", grads), ("m", m), ("v", v), ("u", update))}
-        means = grads.new_empty(len(layout.names))
         for batch in plan.batches:
             for one in batch.members:
                 # β m' + (1 − β) g, written where the products want it.
                 pair = one.wide(parts["g"][one.place]), one.wide(parts["m"][one.place])
                 _lerped(*pair, adam.beta1, one.batch(batch.x))
             batch.orthogonalise(direction.coefficients)
-            squares = batch.x.float().square().sum((-2, -1)) if batch.x.dtype == torch.bfloat16 else None
             for one in batch.members:
-                found = one.batch(batch.x)
-                one.wide(parts["u"][one.place]).copy_(found)
-                total = found.square().sum() if squares is None else one.batch(squares).sum()
-                means[one.place] = total / found.numel()
+                one.wide(parts["u"][one.place]).copy_(one.batch(batch.x))
         if plan.rest:
             g, mean, square, into = ([parts[key][index] for index in plan.rest] for key in "gmvu")
             torch._foreach_mul_(square, adam.beta2)
@@ -163,11 +162,8 @@ class FusedNormalisedMuon(Optimiser):
             torch._foreach_add_(scales, adam.eps)
             torch._foreach_mul_(scales, 1 - adam.beta1 ** int(step))
             torch._foreach_copy_(into, torch._foreach_div(mean, scales))
-            norms = torch.stack(torch._foreach_norm(into))
-            sizes = norms.new_tensor([max(len(part), 1) for part in into])
-            means[plan.rest] = norms.square() / sizes
-        moves = torch.stack(torch._foreach_norm(parts["g"], math.inf)) > 0
-        idle = torch.where(moves, 0.0, state.groups["tensors"]["idle"] + 1)
+        means = torch.stack(torch._foreach_norm(parts["u"])).square() / grads.new_tensor(layout.sizes)
+        idle = torch.where(largest > 0, 0.0, state.groups["tensors"]["idle"] + 1)
         factors = REST**idle / root_of_mean(means, layout.tensors.each(layout.fan_ins, means))
         torch._foreach_mul_(parts["u"], list(factors.unbind()))
         total = state.shared["total_steps"]
@@ -195,7 +191,7 @@ def _lerped(one: Tensor, other: Tensor, weight: float, out: Tensor) -> None:
 
 
 def _suits(grads: Tensor, state: OptimiserState, params: Tensor) -> bool:
-    """Whether it is one run on the CPU of whole tensors, in memory of its own, with gradients that have a square."""
+    """Whether it is one run on the CPU of whole tensors, in memory of its own."""
     layout, values = state.layout, [grads, params, *state.coordinates.values()]
     if grads.dim() != 1 or layout.shards is not None or layout.origin is not None or layout.exchange is not COMPUTED:
         return False
@@ -203,6 +199,5 @@ def _suits(grads: Tensor, state: OptimiserState, params: Tensor) -> bool:
         return False
     if any(value.device.type != "cpu" or value.dtype != grads.dtype or not value.is_contiguous() for value in values):
         return False
-    if 0 in layout.sizes or len({value.data_ptr() for value in pytree.tree_leaves(state.coordinates)}) < 2:
-        return False
-    return bool(grads.abs().max().square().isfinite())
+    own = {value.data_ptr() for value in pytree.tree_leaves(state.coordinates)}
+    return 0 not in layout.sizes and len(own) >= 2
