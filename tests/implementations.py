@@ -151,6 +151,8 @@ OPTIMISERS = {
     "muon": partial(optimisers.Muon, 0.05),
     "normalised-muon": optimisers.NormalisedMuon,
     "normalised-muon of sign": partial(optimisers.NormalisedMuon, direction="sign", schedule="linear"),
+    "nesterov": partial(optimisers.Momentum, 0.05, nesterov=True),
+    "scheduled harness": lambda: optimisers.Scheduled(optimisers.NormalisedMuon(), lr=0.5),
     "scheduled": partial(optimisers.scheduled, "momentum", "linear", warm_up=2, total=6, final=0.2, lr=0.05),
     "coordinatewise additive": partial(learned, "additive"),
     "coordinatewise bounded": partial(learned, "bounded"),

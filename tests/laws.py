@@ -234,6 +234,16 @@ def assert_state_keeps_its_structure(optimiser: Any) -> None:
     assert [leaf.shape for leaf in pytree.tree_leaves(after)] == [leaf.shape for leaf in pytree.tree_leaves(state)]
 
 
+def assert_knows_its_end(optimiser: Any) -> None:
+    """It steps otherwise towards another end where it says that it knows its end, and only there."""
+    gradients, params = normal(4, 7), normal(7, seed=1)
+    runs = [
+        roll(optimiser.update, optimiser.init(LAYOUT, like=params, total_steps=total), gradients, params)[0]
+        for total in (5, 9)
+    ]
+    assert optimiser.knows_end == any(not torch.equal(one, other) for one, other in zip(*runs, strict=True))
+
+
 def assert_state_is_like(optimiser: Any, like: Tensor | None, dtype: torch.dtype) -> None:
     state = optimiser.init(LAYOUT, (2,), like=like)
     assert state.layout == LAYOUT

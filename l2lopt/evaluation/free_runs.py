@@ -19,14 +19,12 @@ from torch.optim import Optimizer
 from l2lopt.core.layout import Layout, Params
 from l2lopt.core.seeding import seed_of, seeded
 from l2lopt.core.types import Aux, Report, detach, silent, stack
-from l2lopt.evaluation.settings import SPLITS, BaselineAtRates
+from l2lopt.evaluation.contestants import AtRates, Runner
+from l2lopt.evaluation.settings import SPLITS
 from l2lopt.evaluation.torch_classes import OptimizerFactory
 from l2lopt.optimisee import Optimisee, Split, batch_rows, evaluate_rows, flat_loss, init_rows
 from l2lopt.optimisers import Optimiser
 from l2lopt.parallel import processes
-
-Runner: TypeAlias = Optimiser | OptimizerFactory | Sequence[OptimizerFactory]
-"""What can run free: an optimiser of ours, a factory of `torch.optim.Optimizer`, or such a factory for each run."""
 
 
 class Curves(NamedTuple):
@@ -49,6 +47,17 @@ RunCache: TypeAlias = Callable[[Mapping[str, Any], Callable[[], Curves]], Curves
 """(what the runs depend on, how they are made) → their curves: made now, or as they were stored before."""
 
 
+class _Course(NamedTuple):
+    """How runs go and what is recorded of them; see `run_free`."""
+
+    record: Sequence[int]
+    splits: Sequence[Split]
+    fit: Split
+    total_steps: int
+    report: Report
+    stage: str
+
+
 def no_cache(work: Mapping[str, Any], make: Callable[[], Curves]) -> Curves:
     """The `RunCache` that stores nothing."""
     return make()
@@ -62,6 +71,9 @@ def run_free(
     splits: Sequence[Split] = SPLITS,
     report: Report = silent,
     stage: str = "run",
+    *,
+    fit: Split = "train",
+    total_steps: int | None = None,
 ) -> Curves:
     """Runs an optimiser on fresh problems, one for each seed.
 
@@ -82,6 +94,8 @@ def run_free(
         splits: Splits on which the losses are read.
         report: Progress.
         stage: Name of the progress.
+        fit: Split on whose batches the steps are made.
+        total_steps: Number of steps of the run that an optimiser is told which knows its end; by default those made.
 
     Example:
         >>> import optimisees, torch
@@ -90,43 +104,37 @@ def run_free(
         >>> curves.losses["train"].shape
         torch.Size([2, 1])
     """
+    course = _Course(record, splits, fit, total_steps or max(record), report, stage)
     if isinstance(optimiser, Optimiser):
-        return _side_by_side(optimiser, optimisee, seeds, record, splits, report, stage)
+        return _side_by_side(optimiser, optimisee, seeds, course)
     factories = [optimiser] * len(seeds) if callable(optimiser) else optimiser
     runs = []
     for index, (factory, seed) in enumerate(zip(factories, seeds, strict=True)):
-        told = _part_of(report, index, len(seeds))
+        told = course._replace(report=_part_of(report, index, len(seeds)))
         with seeded(seed_of("torch-optim", seed)):
-            runs.append(_one_by_one(factory, optimisee, seed, record, splits, told, stage))
+            runs.append(_one_by_one(factory, optimisee, seed, told))
     return _joined(runs, splits)
 
 
-def _side_by_side(
-    optimiser: Optimiser,
-    optimisee: Optimisee,
-    seeds: Sequence[int],
-    record: Sequence[int],
-    splits: Sequence[Split],
-    report: Report,
-    stage: str,
-) -> Curves:
+def _side_by_side(optimiser: Optimiser, optimisee: Optimisee, seeds: Sequence[int], course: _Course) -> Curves:
     """The runs of an optimiser of ours, all rows in one vectorised pass."""
+    last, splits = max(course.record), course.splits
     layout, params, aux = init_rows(optimisee, seeds)
     loss = flat_loss(optimisee, layout)
-    state = optimiser.init(layout, (len(seeds),), like=params, total_steps=max(record))
+    state = optimiser.init(layout, (len(seeds),), like=params, total_steps=course.total_steps)
     losses: dict[Split, list[Tensor]] = {split: [] for split in splits}
-    marks, seconds, steps, values = set(record), 0.0, 0, params.new_zeros(len(seeds))
+    marks, seconds, steps, values = set(course.record), 0.0, 0, params.new_zeros(len(seeds))
     first = params.new_full((len(seeds),), torch.inf)
-    for step in range(max(record) + 1):
+    for step in range(last + 1):
         lost = _lost(values, params)
         if step in marks:
             for split in splits:
                 nothing = params.new_full((len(seeds),), torch.nan)
                 found = nothing if lost else evaluate_rows(optimisee, layout, split, seeds, params, aux)
                 losses[split].append(found)
-            report(stage, step, max(record), {split: float(losses[split][-1].mean()) for split in splits})
-        if step < max(record) and not lost:
-            batch = batch_rows(optimisee, "train", seeds, step)
+            course.report(course.stage, step, last, {split: float(losses[split][-1].mean()) for split in splits})
+        if step < last and not lost:
+            batch = batch_rows(optimisee, course.fit, seeds, step)
             start = time.perf_counter()
             theta = params.requires_grad_()
             values, aux = loss(theta, aux, batch)
@@ -143,25 +151,18 @@ def _side_by_side(
     return Curves(sorted(marks), taken, first.cpu(), seconds / max(1, steps * len(seeds)))
 
 
-def _one_by_one(
-    factory: OptimizerFactory,
-    optimisee: Optimisee,
-    seed: int,
-    record: Sequence[int],
-    splits: Sequence[Split],
-    report: Report,
-    stage: str,
-) -> Curves:
+def _one_by_one(factory: OptimizerFactory, optimisee: Optimisee, seed: int, course: _Course) -> Curves:
     """The run of a class of `torch.optim` on one problem."""
+    last, splits = max(course.record), course.splits
     params, aux = optimisee.init(seed)
     layout = Layout.of(params, optimisee.roles())
     params = {name: value.clone().requires_grad_() for name, value in params.items()}
     made = factory(list(params.items()))
     optimizers = [made] if isinstance(made, Optimizer) else list(made)
     losses: dict[Split, list[Tensor]] = {split: [] for split in splits}
-    marks, seconds, steps, lost = set(record), 0.0, 0, False
+    marks, seconds, steps, lost = set(course.record), 0.0, 0, False
     value = first = next(iter(params.values())).new_full((), torch.inf)
-    for step in range(max(record) + 1):
+    for step in range(last + 1):
         flat = layout.ravel(params).detach()
         lost = lost or (step > 0 and _lost(value[None], flat))
         if step in marks:
@@ -170,11 +171,11 @@ def _one_by_one(
             for split in splits:
                 nothing = flat.new_full((1,), torch.nan)
                 losses[split].append(nothing if lost else evaluate_rows(optimisee, layout, split, [seed], flat, rows))
-            report(stage, step, max(record), {split: float(losses[split][-1]) for split in splits})
-        if step < max(record) and not lost:
+            course.report(course.stage, step, last, {split: float(losses[split][-1]) for split in splits})
+        if step < last and not lost:
             start = time.perf_counter()
             _set_mode(optimizers, "train")
-            value, aux, lost = _torch_step(optimizers, optimisee, params, aux, optimisee.batch("train", seed, step))
+            value, aux, lost = _torch_step(optimizers, optimisee, params, aux, optimisee.batch(course.fit, seed, step))
             first = value if step == 0 else first
             seconds += _since(start, flat)
             steps += 1
@@ -251,7 +252,7 @@ def _joined(parts: Sequence[Curves], splits: Sequence[Split]) -> Curves:
 
 
 def run_groups(
-    optimiser: Runner | BaselineAtRates,
+    optimiser: Runner | AtRates,
     optimisee: Optimisee,
     seeds: Sequence[int],
     record: Sequence[int],
@@ -261,12 +262,13 @@ def run_groups(
     *,
     rows: int | None = None,
     cache: RunCache = no_cache,
+    fit: Split = "train",
 ) -> Curves:
     """`run_free`, `rows` problems at a time; each group can be cached, and the groups are shared out to the ranks.
 
     Args:
-        optimiser: Optimiser or factories, as for `run_free`, or a baseline at its rates. A list of factories, or of
-            rates, has one for each seed.
+        optimiser: Optimiser or factories, as for `run_free`, or a contestant at its rates, which is told the length of
+            its runs. A list of factories, or of rates, has one for each seed.
         optimisee: Problem.
         seeds: Seeds of all problems.
         record: Steps at which the losses are read, rising.
@@ -276,29 +278,32 @@ def run_groups(
         rows: Size of a group; None puts all problems, or a rank's share of them, into one. Classes of `torch.optim` in
             a baseline run in groups of one then, since nothing is gained by more.
         cache: Store of the groups' curves.
+        fit: Split on whose batches the steps are made.
     """
-    one_by_one = isinstance(optimiser, BaselineAtRates) and optimiser.one_by_one
+    at_rates = optimiser if isinstance(optimiser, AtRates) else None
+    one_by_one = at_rates is not None and at_rates.contestant.one_by_one
     size = rows or (1 if one_by_one else ceil(len(seeds) / processes.ranks()))
     groups = [slice(low, low + size) for low in range(0, len(seeds), size)]
 
     def make(index: int) -> Curves:
         group = groups[index]
         some, told = seeds[group], _part_of(report, index, len(groups))
-        facts: dict[str, Any] = {"seeds": [*some], "record": [*record], "splits": [*splits]}
-        if isinstance(optimiser, BaselineAtRates):
-            facts |= optimiser.facts(group)
+        facts: dict[str, Any] = {"seeds": [*some], "record": [*record], "splits": [*splits], "fit": fit}
+        facts |= {} if at_rates is None else at_rates.facts(group)
+        total = None if at_rates is None else at_rates.length
 
         def run() -> Curves:
-            return run_free(_of_group(optimiser, group), optimisee, some, record, splits, told, stage)
+            runner = _of_group(optimiser, group)
+            return run_free(runner, optimisee, some, record, splits, told, stage, fit=fit, total_steps=total)
 
         return cache(facts, run)
 
     return _joined(processes.share_out(make, len(groups)), splits)
 
 
-def _of_group(optimiser: Runner | BaselineAtRates, group: slice) -> Runner:
+def _of_group(optimiser: Runner | AtRates, group: slice) -> Runner:
     """The optimiser of some of the runs."""
-    if isinstance(optimiser, BaselineAtRates):
+    if isinstance(optimiser, AtRates):
         return optimiser.build(group)
     return optimiser if isinstance(optimiser, Optimiser) or callable(optimiser) else optimiser[group]
 

@@ -1,8 +1,8 @@
 """What a comparison of optimisers is made of: baselines with their grids, seeds, steps, horizons."""
 
 import inspect
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor
@@ -12,9 +12,10 @@ from l2lopt.core import registry
 from l2lopt.core.errors import UserError
 from l2lopt.core.registry import Choice
 from l2lopt.core.settings import Settings
-from l2lopt.evaluation.torch_classes import OptimizerFactory, is_torch_class, torch_class
+from l2lopt.evaluation.contestants import Contestant, Runner
+from l2lopt.evaluation.torch_classes import is_torch_class, torch_class
 from l2lopt.optimisee import Optimisee, Split
-from l2lopt.optimisers import Optimiser, Scheduled
+from l2lopt.optimisers import Optimiser, Rate, Scheduled
 
 SPLITS: tuple[Split, ...] = ("train", "test")
 """The splits on which every comparison reads the losses."""
@@ -30,7 +31,7 @@ class Baseline(Settings):
     class runs problem by problem. With `rest = "adamw"` among its options, the parameters that are no matrices go to
     `torch.optim.AdamW`, and with `rest_names = ["embedding"]` those whose names contain "embedding" as well."""
     rates: list[PositiveFloat] = Field(min_length=1)
-    """The grid, rising; at least seven half-decades make the comparison fair."""
+    """The grid, rising; at least seven half-decades make the comparison fair. A single rate is not tuned."""
     schedule: Literal["constant", "cosine"] = "constant"
     """`cosine`: a warm-up over the first twentieth of the horizon, then a half cosine to 0 at its end."""
     label: str | None = None
@@ -41,7 +42,14 @@ class Baseline(Settings):
         """Its name in the results."""
         return self.label or (self.optimiser if isinstance(self.optimiser, str) else str(self.optimiser.get("name")))
 
-    def build(self, rates: float | Tensor, horizon: int) -> Optimiser | OptimizerFactory | list[OptimizerFactory]:
+    def contestant(self) -> Contestant:
+        """Its part in a comparison."""
+        one_by_one = is_torch_class(self.optimiser)
+        made = None if one_by_one else self.build(self.rates[0], 1)
+        knows_end = self.schedule == "cosine" or (isinstance(made, Optimiser) and made.knows_end)
+        return Contestant(self.name, "baseline", self.build, tuple(self.rates), knows_end, one_by_one)
+
+    def build(self, rates: Rate, horizon: int) -> Runner:
         """The optimiser for runs of `horizon` steps.
 
         Args:
@@ -75,38 +83,9 @@ class Baseline(Settings):
             UserError: For an unknown name or option, or parameters that the class refuses.
         """
         built = self.build(self.rates[0], 1)
-        if not isinstance(built, Optimiser | list):
+        if callable(built) and not isinstance(built, Optimiser):
             params, _ = optimisee.init(0)
             built([(name, value.clone().requires_grad_()) for name, value in params.items()])
-
-
-class BaselineAtRates(NamedTuple):
-    """A baseline whose runs have their rates.
-
-    Attributes:
-        baseline: Baseline that runs.
-        rates: Rate of all runs, or [S], a rate for each run.
-        length: Step at which a schedule ends.
-    """
-
-    baseline: Baseline
-    rates: float | Tensor
-    length: int
-
-    def build(self, group: slice) -> Optimiser | OptimizerFactory | Sequence[OptimizerFactory]:
-        """The optimiser of some of the runs."""
-        rates = self.rates[group] if isinstance(self.rates, Tensor) else self.rates
-        return self.baseline.build(rates, self.length)
-
-    def facts(self, group: slice) -> Mapping[str, Any]:
-        """What some of the runs depend on beside their problems, for a cache."""
-        rates = self.rates[group].tolist() if isinstance(self.rates, Tensor) else self.rates
-        return {"rates": rates, "length": self.length}
-
-    @property
-    def one_by_one(self) -> bool:
-        """Whether the runs are made one after the other whatever the group."""
-        return is_torch_class(self.baseline.optimiser)
 
 
 def _takes(choice: Choice, options: Mapping[str, Any]) -> bool:
@@ -122,12 +101,13 @@ def half_decades(lowest: float, count: int) -> list[float]:
 
 
 def default_baselines() -> list[Baseline]:
-    """SGD, momentum, Adam, and AdamW with warm-up and cosine, nine rates each."""
+    """Nesterov's momentum, Adam, and AdamW and Muon with warm-up and cosine, nine rates each; the harness, untuned."""
     return [
-        Baseline(optimiser="sgd", rates=half_decades(1e-2, 9)),
-        Baseline(optimiser="momentum", rates=half_decades(1e-3, 9)),
+        Baseline(optimiser={"name": "momentum", "nesterov": True}, rates=half_decades(1e-3, 9)),
         Baseline(optimiser="adam", rates=half_decades(1e-4, 9)),
         Baseline(optimiser="adamw", rates=half_decades(1e-4, 9), schedule="cosine"),
+        Baseline(optimiser="muon", rates=half_decades(1e-4, 9), schedule="cosine"),
+        Baseline(optimiser="normalised-muon", rates=[0.03], label="normalised-muon, untuned"),
     ]
 
 
@@ -139,7 +119,7 @@ class EvaluationSettings(Settings):
     steps: PositiveInt = 1000
     """Inner steps of each run."""
     horizons: list[PositiveInt] = Field(default=[100, 200, 1000], min_length=1)
-    """Where the table reads the losses, and for which the baselines' rates are chosen."""
+    """Where the table reads the losses, and for which the rates are chosen, for either split by itself."""
     tuning_seeds: PositiveInt = 5
     """Problems on which the rates are chosen; never the reported ones."""
     rows: PositiveInt | None = None
@@ -147,6 +127,9 @@ class EvaluationSettings(Settings):
     and a study that is stopped goes on after the last run it has made."""
     baselines: list[Baseline] = Field(default_factory=default_baselines)
     """What the learned optimisers are compared with."""
+    multipliers: list[PositiveFloat] = Field(default_factory=lambda: half_decades(1e-2, 9))
+    """Factors of a learned optimiser's updates to choose from, in a second row beside the one as it is; none: no such
+    row."""
 
     def checked_horizons(self) -> list[int]:
         """The horizons, rising, the last one the end of the run.

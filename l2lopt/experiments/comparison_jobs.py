@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,8 @@ from l2lopt.core.registry import Choice
 from l2lopt.core.settings import Settings
 from l2lopt.core.types import Report, silent
 from l2lopt.evaluation import comparison
-from l2lopt.evaluation.comparison import OptimiserRun
+from l2lopt.evaluation.settings import EvaluationSettings
+from l2lopt.evaluation.tuned_runs import OptimiserRun, Problems, check_heldout, optimiser_run
 from l2lopt.experiments import build, runs
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import Config
@@ -51,6 +52,8 @@ class Contender(Settings):
     optimiser: Choice | None = None
     """An optimiser that takes part as it is, in place of the config's, which would be meta-trained: a table of
     `weights` (a name or a file), or one of ours with its rate."""
+    tuned: bool = True
+    """Whether it has a second row, with the best of `evaluation.multipliers`."""
 
 
 class Study(Settings):
@@ -85,7 +88,7 @@ class StudyLocation(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A part of a study that is made by itself: one free run, and the meta-training before it.
+    """A part of a study that is made by itself: the free runs of an optimiser, and the meta-training before them.
 
     Attributes:
         problem: Number of the problem.
@@ -99,18 +102,18 @@ class Job(NamedTuple):
 
 
 class ResolvedJob(NamedTuple):
-    """A job with its config and its file.
+    """A job with its config and its files.
 
     Attributes:
         config: Config of the job.
-        path: File of its free run.
-        work: All that the free run depends on, as the file says it.
+        paths: Files of its rows of the table.
+        work: All that each of these runs depends on, as the file says it.
         runs_on: All that a group of its runs depends on, beside seeds, rates and steps.
     """
 
     config: Config
-    path: Path
-    work: dict[str, Any]
+    paths: list[Path]
+    work: list[dict[str, Any]]
     runs_on: dict[str, Any]
 
 
@@ -125,6 +128,8 @@ def all_jobs(location: StudyLocation) -> Iterator[Job]:
             _fixed_optimiser(study.optimisers[index])
             for baseline in config.evaluation.baselines if index == 0 else ():
                 baseline.check(experiment.optimisee)
+            if index == 0:
+                check_heldout(experiment.optimisee)
             if (config.evaluation, config.optimisee) != (first.evaluation, first.optimisee):
                 where = f"{location.source}: {study.optimisers[index].label} on {problem.label}"
                 expected, remedy = (
@@ -143,7 +148,7 @@ def all_jobs(location: StudyLocation) -> Iterator[Job]:
 
 
 def make_job(location: StudyLocation, job: Job, report: Report = silent) -> None:
-    """Writes the job's free run, and before it the learned optimiser that runs, unless the run is there already.
+    """Writes the job's free runs, and before them the learned optimiser that runs, unless they are there already.
 
     Args:
         location: Study.
@@ -151,48 +156,46 @@ def make_job(location: StudyLocation, job: Job, report: Report = silent) -> None
         report: Progress.
     """
     # Rank 0 looks for all: ranks that saw different files would wait for one another in the work below.
-    if processes.on_first(lambda: cached_run(location, job) is not None):
+    missing = processes.on_first(lambda: [run is None for run in cached_runs(location, job)])
+    if not any(missing):
         return
-    study, (config, path, work, runs_on) = location.study, resolve(location, job)
+    study, config = location.study, config_of(location, job)
+    folder = resolve(location, job).paths[0].parent
     given = None if job.meta_seed is None else _fixed_optimiser(study.optimisers[job.optimiser])
     if job.meta_seed is not None and given is None:
-        runs.meta_train(config, path.parent, resume=True, report=report)
-        # Only now is there a file of weights: the digests that `resolve` found are from before it.
-        runs_on["weights"] = work["weights"] = file_digest(path.parent / "optimiser.safetensors")
-    cache, settings = FileCache(path.with_suffix(""), runs_on), config.evaluation
+        runs.meta_train(config, folder, resume=True, report=report)
+    # Only now is there a file of weights, whose digest the work says.
+    resolved = resolve(location, job)
     with cpu_threads(config.threads):
         optimisee = build.build(config).optimisee
         if job.meta_seed is None:
-            baseline = settings.baselines[job.optimiser]
-            run = comparison.baseline_run(baseline, optimisee, settings, seed=study.seed, report=report, cache=cache)
+            rows = [config.evaluation.baselines[job.optimiser].contestant()]
         else:
-            rule = given or files.load(path.parent / "optimiser.safetensors", trusted=True)
-            run = comparison.learned_run(
-                kernels.fuse(build.match_dtype(rule, [optimisee]).to(build.device(config.device)), config.backend),
-                optimisee,
-                settings,
-                seed=study.seed,
-                report=report,
-                stage=f"run {path.parent.name}",
-                cache=cache,
-            )
-    processes.on_first(lambda: write_run(path, work, run))
+            rule = given or files.load(folder / "optimiser.safetensors", trusted=True)
+            rule = build.match_dtype(rule, [optimisee]).to(build.device(config.device))
+            settings = _settings_of(location, job)
+            rows = comparison.rows_of(folder.name, kernels.fuse(rule, config.backend), settings)
+        for row, path, work, wanted in zip(rows, resolved.paths, resolved.work, missing, strict=True):
+            if wanted:
+                cache = FileCache(path.with_suffix(""), resolved.runs_on)
+                run = optimiser_run(row, Problems(optimisee, config.evaluation, study.seed, report, cache))
+                processes.on_first(partial(write_run, path, work, run))
 
 
 def resolve(location: StudyLocation, job: Job) -> ResolvedJob:
-    """The config, the file and the work of a job."""
+    """The config, the files and the work of a job."""
     study = location.study
     config = config_of(location, job)
     home = Path(location.folder) / slug(study.problems[job.problem].label)
     data = _fingerprint(json.dumps(config.optimisee, sort_keys=True), os.environ.get("L2LOPT_DATA"))
     depends = fingerprint(optimisee=config.optimisee, **data)
-    asked = config.evaluation.model_dump(mode="json", exclude={"baselines"}, exclude_none=True)
+    asked = config.evaluation.model_dump(mode="json", exclude={"baselines", "multipliers"}, exclude_none=True)
     work: dict[str, Any] = {"seed": study.seed, "evaluation": asked}
     if job.meta_seed is None:
         baseline = config.evaluation.baselines[job.optimiser].model_dump(mode="json")
         path = home / f"{slug(config.evaluation.baselines[job.optimiser].name)}.json"
         kind = {key: baseline[key] for key in ("optimiser", "schedule")}
-        return ResolvedJob(config, path, depends | work | {"baseline": baseline}, depends | kind)
+        return ResolvedJob(config, [path], [depends | work | {"baseline": baseline}], depends | kind)
     contender = study.optimisers[job.optimiser]
     folder, given = home / f"{slug(contender.label)}-{job.meta_seed}", _fixed_optimiser(contender)
     if given is None:
@@ -200,7 +203,11 @@ def resolve(location: StudyLocation, job: Job) -> ResolvedJob:
         depends["weights"] = file_digest(folder / "optimiser.safetensors")
     else:
         depends["rule"] = files.digest(given)
-    return ResolvedJob(config, folder / "free-run.json", depends | work, depends)
+    paths, alike = [folder / "free-run.json"], depends | work
+    if multipliers := _settings_of(location, job).multipliers:
+        paths.append(folder / "free-run-tuned.json")
+        return ResolvedJob(config, paths, [alike, alike | {"multipliers": multipliers}], depends)
+    return ResolvedJob(config, paths, [alike], depends)
 
 
 def config_of(location: StudyLocation, job: Job) -> Config:
@@ -213,23 +220,30 @@ def config_of(location: StudyLocation, job: Job) -> Config:
     return configs.load(source, [*changes, f"seed={seed}", f"label={contender.label!r}"])
 
 
-def cached_run(location: StudyLocation, job: Job) -> OptimiserRun | None:
-    """The job's free run if it was made from the same work before."""
+def _settings_of(location: StudyLocation, job: Job) -> EvaluationSettings:
+    """The evaluation of a learned optimiser, without multipliers where it has no second row."""
+    settings, tuned = config_of(location, job).evaluation, location.study.optimisers[job.optimiser].tuned
+    return settings if tuned else settings.model_copy(update={"multipliers": []})
+
+
+def cached_runs(location: StudyLocation, job: Job) -> list[OptimiserRun | None]:
+    """The job's free runs, each if it was made from the same work before."""
     resolved = resolve(location, job)
-    return read_run(resolved.path, resolved.work)
+    return [read_run(path, work) for path, work in zip(resolved.paths, resolved.work, strict=True)]
 
 
-def required_run(location: StudyLocation, job: Job) -> OptimiserRun:
-    """The job's free run, which must be there.
+def required_runs(location: StudyLocation, job: Job) -> list[OptimiserRun]:
+    """The job's free runs, which must be there.
 
     Raises:
-        UserError: Where it is not.
+        UserError: Where one is not.
     """
-    run = cached_run(location, job)
-    if run is None:
-        path = resolve(location, job).path
-        raise UserError(str(path), expected="a free run just made", found="none", remedy="run the study again")
-    return run
+    found = []
+    for path, run in zip(resolve(location, job).paths, cached_runs(location, job), strict=True):
+        if run is None:
+            raise UserError(str(path), expected="a free run just made", found="none", remedy="run the study again")
+        found.append(run)
+    return found
 
 
 def meta_seeds_of(study: Study, index: int) -> list[int]:
@@ -244,7 +258,7 @@ def _fixed_optimiser(contender: Contender) -> Optimiser | None:
 
 def remaining_share(job: ResolvedJob) -> float:
     """The share of a meta-training that is still to be made."""
-    folder = job.path.parent
+    folder = job.paths[0].parent
     if (folder / "optimiser.safetensors").exists():
         return 0.0
     try:

@@ -16,9 +16,11 @@ from l2lopt.core import registry
 from l2lopt.core.errors import UserError
 from l2lopt.core.types import Report, silent
 from l2lopt.evaluation import comparison
-from l2lopt.evaluation.comparison import Comparison, Evaluation, OptimiserRun
+from l2lopt.evaluation.comparison import Comparison, Evaluation
+from l2lopt.evaluation.contestants import tuned_name
 from l2lopt.evaluation.settings import SPLITS
 from l2lopt.evaluation.tables import comparison_table
+from l2lopt.evaluation.tuned_runs import OptimiserRun, choice_facts
 from l2lopt.experiments import comparison_jobs, cost_forecast, run_folder, training_study
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.comparison_jobs import Job, Study, StudyLocation
@@ -129,14 +131,14 @@ def _check_names(location: StudyLocation) -> None:
             one.name for one in comparison_jobs.config_of(location, Job(problem, 0, None)).evaluation.baselines
         }
         for contender in study.optimisers:
-            if contender.label in baselines:
+            if {contender.label, tuned_name(contender.label)} & baselines:
                 expected, remedy = "a label that no baseline has", "choose another"
                 raise UserError("study: optimisers", expected=expected, found=repr(contender.label), remedy=remedy)
 
 
 def _forecast(location: StudyLocation, planned: Sequence[Job], jobs: int) -> None:
     """Logs how long the jobs without a result will take."""
-    missing = processes.on_first(lambda: [job for job in planned if comparison_jobs.cached_run(location, job) is None])
+    missing = processes.on_first(lambda: [job for job in planned if None in comparison_jobs.cached_runs(location, job)])
     if not missing:
         return
     costs = cost_forecast.forecast([_planned_run(location, job) for job in missing])
@@ -152,10 +154,10 @@ def _planned_run(location: StudyLocation, job: Job) -> cost_forecast.PlannedRun:
     config = comparison_jobs.config_of(location, job)
     if job.meta_seed is None:
         return cost_forecast.PlannedRun(config, config.evaluation.baselines[job.optimiser])
-    fixed = location.study.optimisers[job.optimiser].optimiser is not None
-    return cost_forecast.PlannedRun(
-        config, None, 0.0 if fixed else comparison_jobs.remaining_share(comparison_jobs.resolve(location, job))
-    )
+    contender = location.study.optimisers[job.optimiser]
+    resolved = comparison_jobs.resolve(location, job)
+    share = 0.0 if contender.optimiser is not None else comparison_jobs.remaining_share(resolved)
+    return cost_forecast.PlannedRun(config, None, share, len(resolved.paths) > 1)
 
 
 def _summary(location: StudyLocation) -> list[Path]:
@@ -178,24 +180,29 @@ def _compared(location: StudyLocation, problem: int) -> JobResult:
     by_label, runs = {}, {}
     study = location.study
     for index, contender in enumerate(study.optimisers):
-        trained = [
-            comparison_jobs.required_run(location, Job(problem, index, seed))
+        by_seed = [
+            comparison_jobs.required_runs(location, Job(problem, index, seed))
             for seed in comparison_jobs.meta_seeds_of(study, index)
         ]
-        losses: dict[Any, dict[int, Tensor]] = {
-            split: {
-                step: torch.stack([run.losses[split][step] for run in trained]).mean(0)
-                for step in trained[0].losses[split]
-            }
-            for split in SPLITS
-        }
-        first = torch.stack([run.first for run in trained]).mean(0)
-        runs[contender.label] = OptimiserRun("learned", losses, first, fmean(run.seconds for run in trained))
-        by_label[contender.label] = trained
+        names = contender.label, tuned_name(contender.label)
+        for name, trained in zip(names, zip(*by_seed, strict=True), strict=False):
+            runs[name], by_label[name] = _mean_run(trained), list(trained)
     config = comparison_jobs.config_of(location, Job(problem, 0, None))
     for index, baseline in enumerate(config.evaluation.baselines):
-        runs[baseline.name] = comparison_jobs.required_run(location, Job(problem, index, None))
+        (runs[baseline.name],) = comparison_jobs.required_runs(location, Job(problem, index, None))
     return JobResult(comparison.compare(runs, config.evaluation.checked_horizons()), by_label)
+
+
+def _mean_run(runs: Sequence[OptimiserRun]) -> OptimiserRun:
+    """A learned optimiser's run with the losses averaged over its meta-seeds."""
+    losses: dict[Any, dict[int, Tensor]] = {
+        split: {step: torch.stack([run.losses[split][step] for run in runs]).mean(0) for step in runs[0].losses[split]}
+        for split in SPLITS
+    }
+    first = torch.stack([run.first for run in runs]).mean(0)
+    chosen = runs[0].chosen if len(runs) == 1 else {}  # every meta-seed has choices of its own
+    warnings = list(dict.fromkeys(warning for run in runs for warning in run.warnings))
+    return OptimiserRun("learned", losses, first, fmean(run.seconds for run in runs), chosen, warnings)
 
 
 def _facts(compared: JobResult) -> dict[str, Any]:
@@ -203,10 +210,7 @@ def _facts(compared: JobResult) -> dict[str, Any]:
     result = compared.evaluation
     return {
         "table": [row._asdict() | {"meta_seeds": compared.means(row)} for row in result.table],
-        "chosen": {
-            name: {str(horizon): tuned._asdict() for horizon, tuned in chosen.items()}
-            for name, chosen in result.chosen.items()
-        },
+        "chosen": {name: choice_facts(chosen) for name, chosen in result.chosen.items()},
         "seconds_per_step_and_seed": result.seconds,
         "warnings": result.warnings,
     }

@@ -12,8 +12,10 @@ from l2lopt import kernels
 from l2lopt.core.layout import Layout, Params
 from l2lopt.core.seeding import seed_of
 from l2lopt.core.types import Aux, Batch, Carry
-from l2lopt.evaluation.free_runs import Runner, record_steps, run_free
+from l2lopt.evaluation.contestants import Runner
+from l2lopt.evaluation.free_runs import record_steps, run_free
 from l2lopt.evaluation.settings import SPLITS, Baseline
+from l2lopt.evaluation.tuned_runs import CHOSEN_ON
 from l2lopt.experiments import build
 from l2lopt.experiments.build import Experiment
 from l2lopt.experiments.config import Config
@@ -29,11 +31,13 @@ class PlannedRun(NamedTuple):
         config: Config of the run.
         baseline: Baseline that runs; None for the learned optimiser.
         meta_training: Share of the meta-training before it that is still to be made, in [0, 1].
+        tuned: Whether the learned optimiser has a second row, with its multiplier tuned.
     """
 
     config: Config
     baseline: Baseline | None
     meta_training: float = 0.0
+    tuned: bool = False
 
 
 class Costs(NamedTuple):
@@ -63,19 +67,25 @@ class Costs(NamedTuple):
         each = max(horizons) * self.learned + len(horizons) * self.evaluations[validation.split]
         return meta.updates * meta.batch * steps * self.unrolled + validations * problems * each
 
-    def learned_run(self, config: Config) -> float:
-        """The free runs of an evaluation."""
-        return self._reported(config, self.learned)
+    def learned_run(self, config: Config, tuned: bool = False) -> float:
+        """The free runs of an evaluation, with `tuned` those of the second row as well."""
+        multipliers = len(config.evaluation.multipliers) if tuned else 0
+        rows = [1, multipliers] if multipliers else [1]
+        return sum(self._run(config, self.learned, count, False) for count in rows)
 
     def baseline_run(self, config: Config, baseline: Baseline) -> float:
-        """Tuning and free runs; a rate is taken to be the best at every horizon, so that one run serves all."""
+        """Tuning and free runs."""
+        step, knows_end = self.baselines[baseline.name], baseline.contestant().knows_end
+        return self._run(config, step, len(baseline.rates), knows_end)
+
+    def _run(self, config: Config, step: float, rates: int, knows_end: bool) -> float:
+        """Tuning and free runs; a rate is taken to be the best everywhere, so that one run serves a schedule."""
         settings, horizons = config.evaluation, config.evaluation.checked_horizons()
-        lengths, step = horizons if baseline.schedule == "cosine" else horizons[-1:], self.baselines[baseline.name]
-        tuned = sum(
-            length * step + sum(horizon <= length for horizon in horizons) * self.evaluations["train"]
-            for length in lengths
-        )
-        return settings.tuning_seeds * len(baseline.rates) * tuned + self._reported(config, step)
+        lengths = horizons if knows_end else horizons[-1:]
+        each = sum(self.evaluations[split] for split in CHOSEN_ON.values())
+        tuned = sum(length * step + sum(horizon <= length for horizon in horizons) * each for length in lengths)
+        tuning = settings.tuning_seeds * rates * tuned if rates > 1 else 0.0
+        return tuning + self._reported(config, step)
 
     def _reported(self, config: Config, step: float) -> float:
         settings = config.evaluation
@@ -106,7 +116,7 @@ def forecast(planned: Sequence[PlannedRun]) -> dict[str, float]:
                 stages["baselines"] += costs.baseline_run(config, run.baseline)
             else:
                 stages["meta-training"] += costs.meta_training(config) * run.meta_training
-                stages["free runs"] += costs.learned_run(config)
+                stages["free runs"] += costs.learned_run(config, run.tuned)
     return stages
 
 
@@ -127,7 +137,7 @@ def measure_costs(experiment: Experiment, baselines: Sequence[Baseline] = ()) ->
 
     params, aux = optimisee.init(seeds[0])
     evaluations = {}
-    for split in sorted({*SPLITS, config.validation.split}):
+    for split in sorted({*SPLITS, *CHOSEN_ON.values(), config.validation.split}):
         parts = list(optimisee.evaluation_batches(split, seeds[0]))
         batch, count = parts[0]
         seconds = _seconds(partial(_evaluate, optimisee, params, aux, batch))

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from l2lopt.evaluation.comparison import OptimiserRun, TunedRun
 from l2lopt.evaluation.free_runs import Curves
+from l2lopt.evaluation.tuned_runs import Choices, OptimiserRun, TunedRun, choice_facts
 from l2lopt.storage.run_log import write_json
 
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError)
@@ -31,13 +31,12 @@ class FileCache:
 
     Example:
         >>> import optimisees
-        >>> from l2lopt.evaluation.comparison import baseline_run
         >>> from l2lopt.evaluation.settings import Baseline, EvaluationSettings
+        >>> from l2lopt.evaluation.tuned_runs import Problems, optimiser_run
         >>> cache = FileCache("runs/cache/quadratic", {"optimisee": "quadratic"})
         >>> settings = EvaluationSettings(seeds=2, steps=5, horizons=[5])
-        >>> run = baseline_run(  # doctest: +SKIP
-        ...     Baseline(optimiser="sgd", rates=[0.01]), optimisees.make("quadratic"), settings, cache=cache
-        ... )
+        >>> problems = Problems(optimisees.make("quadratic"), settings, cache=cache)
+        >>> run = optimiser_run(Baseline(optimiser="sgd", rates=[0.01]).contestant(), problems)  # doctest: +SKIP
     """
 
     def __init__(self, folder: str | Path, work: Mapping[str, Any]) -> None:
@@ -71,8 +70,7 @@ def write_run(path: Path, work: Mapping[str, Any], run: OptimiserRun) -> None:
         run: Run.
     """
     losses = {split: {str(step): row.tolist() for step, row in steps.items()} for split, steps in run.losses.items()}
-    chosen = {str(horizon): tuned._asdict() for horizon, tuned in run.chosen.items()}
-    facts = {"kind": run.kind, "seconds": run.seconds, "warnings": run.warnings, "chosen": chosen}
+    facts = {"kind": run.kind, "seconds": run.seconds, "warnings": run.warnings, "chosen": choice_facts(run.chosen)}
     write_json(path, {"work": work, **facts, "first": run.first.tolist(), "losses": losses})
 
 
@@ -91,7 +89,10 @@ def read_run(path: Path, work: Mapping[str, Any]) -> OptimiserRun | None:
         losses: dict[Any, dict[int, Tensor]] = {
             split: {int(step): _tensor(row) for step, row in steps.items()} for split, steps in facts["losses"].items()
         }
-        chosen = {int(horizon): TunedRun(**tuned) for horizon, tuned in facts["chosen"].items()}
+        chosen: Choices = {
+            split: {int(horizon): TunedRun(**tuned) for horizon, tuned in by_horizon.items()}
+            for split, by_horizon in facts["chosen"].items()
+        }
         return OptimiserRun(facts["kind"], losses, _tensor(facts["first"]), facts["seconds"], chosen, facts["warnings"])
     except _UNREADABLE:
         return None

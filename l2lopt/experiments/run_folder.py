@@ -12,6 +12,7 @@ import optimisees
 from l2lopt.core.errors import UserError
 from l2lopt.core.registry import Choice
 from l2lopt.evaluation.comparison import Evaluation
+from l2lopt.evaluation.tuned_runs import choice_facts
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import Config, TrainConfig
 from l2lopt.optimisee import SavedRun
@@ -140,7 +141,7 @@ def draw_evaluation(folder: Path, title: str) -> list[Path]:
 
 
 def write_evaluation(folder: Path, result: Evaluation) -> None:
-    """Writes `evaluation.csv` and `evaluation.json` (table, chosen baselines, warnings)."""
+    """Writes `evaluation.csv` and `evaluation.json` (table, chosen rates, warnings)."""
     with (
         written_whole(folder / "evaluation.csv") as temporary,
         temporary.open("w", newline="", encoding="utf-8") as file,
@@ -151,10 +152,7 @@ def write_evaluation(folder: Path, result: Evaluation) -> None:
     summary = {
         "table": [row._asdict() for row in result.table],
         "horizons": sorted({row.horizon for row in result.table}),
-        "chosen": {
-            name: {str(horizon): run._asdict() for horizon, run in by_horizon.items()}
-            for name, by_horizon in result.chosen.items()
-        },
+        "chosen": {name: choice_facts(chosen) for name, chosen in result.chosen.items()},
         "seconds_per_step_and_seed": result.seconds,
         "warnings": result.warnings,
     }

@@ -131,7 +131,7 @@ def evaluate(
 ) -> Evaluation:
     """Compares the learned optimisers of one or more runs with tuned baselines, all on the same fresh problems.
 
-    Leaves `evaluation.csv` and `evaluation.json` (table, chosen baselines, warnings) in every run's folder. Started by
+    Leaves `evaluation.csv` and `evaluation.json` (table, chosen rates, warnings) in every run's folder. Started by
     `torchrun`, its processes share out the problems.
 
     Args:
@@ -152,7 +152,7 @@ def evaluate(
         >>> changes = ["meta.updates=2", "unroll.length=5", "validation.seeds=1", "validation.horizons=[5]"]
         >>> run = l2lopt.meta_train(problem, "runs/compared", changes=changes)
         >>> changes = ["evaluation.steps=5", "evaluation.horizons=[5]", "evaluation.seeds=3"]
-        >>> changes += ["evaluation.baselines=[{optimiser='adam', rates=[0.01, 0.1]}]"]
+        >>> changes += ["evaluation.baselines=[{optimiser='adam', rates=[0.01, 0.1]}]", "evaluation.multipliers=[]"]
         >>> result = l2lopt.evaluate(run, optimisee=problem, changes=changes)
         >>> sorted({row.optimiser for row in result.table})
         ['adam', 'learned-lstm']

@@ -7,11 +7,12 @@ from l2lopt.core import registry
 from l2lopt.core.registry import Choice
 from l2lopt.optimisers.base import Optimiser
 from l2lopt.optimisers.coordinatewise import Coordinatewise, coordinatewise
-from l2lopt.optimisers.hand_designed import SGD, AdamW, Momentum, Rate, adam
+from l2lopt.optimisers.hand_designed import SGD, AdamW, Momentum, adam
 from l2lopt.optimisers.inputs import INPUTS, Input
 from l2lopt.optimisers.muon import Muon
 from l2lopt.optimisers.normalised_adam import NormalisedAdam
 from l2lopt.optimisers.normalised_muon import NormalisedMuon
+from l2lopt.optimisers.rates import Rate
 from l2lopt.optimisers.rules import RULES, UpdateRule
 from l2lopt.optimisers.schedules import Schedule, Scheduled
 
@@ -84,6 +85,7 @@ __all__ = [
     "NormalisedAdam",
     "NormalisedMuon",
     "Optimiser",
+    "Rate",
     "Scheduled",
     "UpdateRule",
     "adam",

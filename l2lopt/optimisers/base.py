@@ -40,6 +40,7 @@ class Optimiser(nn.Module, ABC):
     Attributes:
         coordinatewise: Whether the rule obeys the law of locality.
         groupings: Groupings in which its coordinates meet, of "tensors", "rows" and "columns".
+        knows_end: Whether its updates depend on `total_steps`, the number of updates that `init` is told.
         needs_loss: Whether `update` must be given the loss.
         accepts_low_precision_state: Whether it takes a state in another dtype than it computes in.
         description: The choice (name and options) that builds this optimiser again, set by `optimisers.make`.
@@ -47,6 +48,7 @@ class Optimiser(nn.Module, ABC):
 
     coordinatewise: bool = True
     groupings: tuple[str, ...] = ()
+    knows_end: bool = False
     needs_loss: bool = False
     accepts_low_precision_state: bool = False
     description: Mapping[str, Any] | None = None

@@ -1,21 +1,15 @@
-"""Hand-designed optimisers: gradient descent, momentum, Adam, AdamW. Each equals its namesake in `torch.optim`.
-
-A rate is a number, or a tensor [*batch] with a rate for every row: a grid of rates runs in one pass.
-"""
+"""Hand-designed optimisers: gradient descent, momentum, Adam, AdamW. Each equals its namesake in `torch.optim`."""
 
 from collections.abc import Sequence
-from typing import TypeAlias
 
-import torch
 from torch import Tensor
 
 from l2lopt.core.errors import UserError, at_least_0
 from l2lopt.core.layout import Layout
 from l2lopt.core.types import OptimiserState
 from l2lopt.optimisers.base import Optimiser, no_moments, zeros
+from l2lopt.optimisers.rates import Rate, check_rate, per_row
 from l2lopt.optimisers.schedules import check_schedule, warm_up_cosine
-
-Rate: TypeAlias = float | Tensor
 
 
 class SGD(Optimiser):
@@ -45,14 +39,17 @@ class SGD(Optimiser):
 class Momentum(Optimiser):
     """Gradient descent with momentum: v' = μ v + g; u = −η v'. Polyak 1964; `torch.optim.SGD(momentum=μ)`.
 
+    Nesterov's looks one step ahead: u = −η (g + μ v'). Nesterov 1983; `torch.optim.SGD(momentum=μ, nesterov=True)`.
+
     Args:
         lr: η > 0, the rate.
         momentum: μ in [0, 1).
+        nesterov: Whether it is Nesterov's.
     """
 
-    def __init__(self, lr: Rate, momentum: float = 0.9) -> None:
+    def __init__(self, lr: Rate, momentum: float = 0.9, nesterov: bool = False) -> None:
         super().__init__()
-        self.lr, self.momentum = check_rate(lr), check_decay("momentum", momentum)
+        self.lr, self.momentum, self.nesterov = check_rate(lr), check_decay("momentum", momentum), nesterov
 
     def init(
         self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None, total_steps: int | None = None
@@ -63,9 +60,10 @@ class Momentum(Optimiser):
     def update(
         self, grads: Tensor, state: OptimiserState, params: Tensor, *, loss: Tensor | None = None
     ) -> tuple[Tensor, OptimiserState]:
-        """−η v'."""
+        """−η v', or −η (g + μ v')."""
         velocity = self.momentum * state.coordinates["velocity"] + grads
-        return -per_row(self.lr, grads) * velocity, state._replace(coordinates={"velocity": velocity})
+        direction = grads + self.momentum * velocity if self.nesterov else velocity
+        return -per_row(self.lr, grads) * direction, state._replace(coordinates={"velocity": velocity})
 
 
 class AdamW(Optimiser):
@@ -138,18 +136,6 @@ def bias_corrected(mean: Tensor, beta: float, step: Tensor) -> Tensor:
     """A running mean over the weight its `step` terms have so far, 1 − βᵗ."""
     # In float64: for β near 1 and small t the difference 1 − βᵗ would lose digits in float32.
     return mean / (1 - beta ** step.double()).to(mean.dtype)
-
-
-def per_row(rate: Rate, grads: Tensor) -> Rate:
-    """A rate per row, shaped to multiply coordinates."""
-    return rate.to(grads)[..., None] if isinstance(rate, Tensor) else rate
-
-
-def check_rate(rate: Rate) -> Rate:
-    """A rate, or all rates, above 0."""
-    if not bool(torch.as_tensor(rate).gt(0).all()):
-        raise UserError("lr", expected="a rate above 0", found=str(rate), remedy="give a positive rate")
-    return rate
 
 
 def check_decays(name: str, values: Sequence[float]) -> tuple[float, float]:

@@ -13,14 +13,8 @@ from l2lopt.core.layout import Layout
 from l2lopt.core.types import OptimiserState
 from l2lopt.optimisers.base import Optimiser, no_moments
 from l2lopt.optimisers.directions import COEFFICIENTS, PRECISIONS, is_matrix, orthogonalised
-from l2lopt.optimisers.hand_designed import (
-    Rate,
-    bias_corrected,
-    check_decay,
-    check_decays,
-    check_rate,
-    per_row,
-)
+from l2lopt.optimisers.hand_designed import bias_corrected, check_decay, check_decays
+from l2lopt.optimisers.rates import Rate, check_rate, per_row
 
 Scale: TypeAlias = Literal["moonlight", "original"]
 

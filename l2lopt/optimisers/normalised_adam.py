@@ -9,8 +9,8 @@ from l2lopt.core.errors import above_0, at_least_0
 from l2lopt.core.layout import Layout
 from l2lopt.core.types import OptimiserState
 from l2lopt.optimisers.base import Optimiser, no_moments
-from l2lopt.optimisers.hand_designed import Rate, check_rate, per_row
 from l2lopt.optimisers.inputs import RNNprop, StepInputs
+from l2lopt.optimisers.rates import Rate, check_rate, per_row
 from l2lopt.optimisers.rules import root_mean_square
 
 

@@ -13,8 +13,8 @@ from l2lopt.core.registry import Choice
 from l2lopt.core.types import OptimiserState
 from l2lopt.optimisers.base import Optimiser, zero_step, zeros
 from l2lopt.optimisers.directions import DIRECTIONS
-from l2lopt.optimisers.hand_designed import Rate, check_rate, per_row
 from l2lopt.optimisers.inputs import Input, StepInputs
+from l2lopt.optimisers.rates import Rate, check_rate, per_row
 from l2lopt.optimisers.rules import root_mean_square
 from l2lopt.optimisers.schedules import to_the_end
 
@@ -58,6 +58,7 @@ class NormalisedMuon(Optimiser):
     """
 
     groupings = ("tensors",)
+    knows_end = True
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ from l2lopt.core.errors import UserError, at_least_0
 from l2lopt.core.layout import Layout
 from l2lopt.core.types import OptimiserState
 from l2lopt.optimisers.base import Optimiser, zero_step
+from l2lopt.optimisers.rates import Rate, check_rate, per_row
 
 Schedule: TypeAlias = Literal["constant", "linear", "cosine", "exponential", "warm-up-stable-decay", "inverse"]
 """The way a multiplier falls after the warm-up."""
@@ -110,7 +111,7 @@ def set_rates(optimizer: torch.optim.Optimizer, rates: Sequence[float]) -> None:
 
 
 class Scheduled(Optimiser):
-    """Any optimiser whose update is multiplied by a schedule: u_t = s_t · (inner update).
+    """Any optimiser whose update is multiplied by a schedule: u_t = η s_t · (inner update).
 
     t = 0, 1, … counts the updates and s_t is `warm_up_then(shape, t, warm_up, total, final)`. The whole update is
     multiplied, and with it the weight decay that the inner optimiser adds to its update, just as the schedulers of
@@ -126,6 +127,7 @@ class Scheduled(Optimiser):
         warm_up: Updates over which s rises linearly to 1.
         total: Update at which s arrives at `final`; None keeps s at 1 after the warm-up.
         final: Last value of s, in [0, 1]; above 0 for "exponential".
+        lr: η > 0; or [*batch], one for each row.
 
     Raises:
         UserError: For a value out of its range.
@@ -149,15 +151,18 @@ class Scheduled(Optimiser):
         warm_up: int = 0,
         total: int | None = None,
         final: float = 0.0,
+        lr: Rate = 1.0,
     ) -> None:
         super().__init__()
         check_schedule("scheduled", shape, warm_up, total, final)
+        self.lr = check_rate(lr)
         self.optimiser, self.shape, self.warm_up, self.total, self.final = optimiser, shape, warm_up, total, final
         self.coordinatewise, self.accepts_low_precision_state = (
             optimiser.coordinatewise,
             optimiser.accepts_low_precision_state,
         )
         self.groupings, self.needs_loss = optimiser.groupings, optimiser.needs_loss
+        self.knows_end = optimiser.knows_end
 
     def init(
         self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None, total_steps: int | None = None
@@ -170,14 +175,30 @@ class Scheduled(Optimiser):
     def update(
         self, grads: Tensor, state: OptimiserState, params: Tensor, *, loss: Tensor | None = None
     ) -> tuple[Tensor, OptimiserState]:
-        """s_t · u_t."""
-        step = state.shared["step"]
+        """η s_t · u_t."""
+        factor, count = self._factor(state.shared["step"], grads)
         update, after_it = self.optimiser.update(grads, state, params, loss=loss)
-        factor = warm_up_then(self.shape, step, self.warm_up, self.total, self.final)
+        return factor * update, self._counted(state, after_it, count)
+
+    def update_(
+        self, grads: Tensor, state: OptimiserState, params: Tensor, *, loss: Tensor | None = None
+    ) -> tuple[Tensor, OptimiserState]:
+        """η s_t · u_t by the inner optimiser's `update_`."""
+        factor, count = self._factor(state.shared["step"], grads)
+        update, after_it = self.optimiser.update_(grads, state, params, loss=loss)
+        return factor * update, self._counted(state, after_it, count)
+
+    def _factor(self, step: Tensor, grads: Tensor) -> tuple[Rate, Tensor]:
+        """η s_t, shaped to multiply coordinates, and the next count."""
+        factor = warm_up_then(self.shape, step, self.warm_up, self.total, self.final).to(grads.dtype)
+        return per_row(self.lr, grads) * factor, step + 1
+
+    @staticmethod
+    def _counted(before: OptimiserState, after: OptimiserState, count: Tensor) -> OptimiserState:
+        """The inner optimiser's next state with the count."""
         # An inner optimiser without a step hands ours on or drops it, one with a step has counted already: the names
         # of before come first, so that the state keeps its order, which is what a checkpoint goes by.
-        shared = {**state.shared, **after_it.shared, "step": step + 1}
-        return factor.to(update.dtype) * update, after_it._replace(shared=shared)
+        return after._replace(shared={**before.shared, **after.shared, "step": count})
 
 
 def check_schedule(where: str, shape: Schedule, warm_up: int, total: int | None, final: float = 0.0) -> None:

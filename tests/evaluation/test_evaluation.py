@@ -1,6 +1,7 @@
 """Evaluation: paired problems, tuned baselines, honest intervals."""
 
 import math
+from typing import ClassVar
 
 import numpy as np
 import oracles
@@ -14,10 +15,12 @@ from l2lopt.core.errors import UserError
 from l2lopt.core.layout import Layout
 from l2lopt.core.seeding import seed_of
 from l2lopt.evaluation import comparison
-from l2lopt.evaluation.comparison import TunedRun, interval
+from l2lopt.evaluation.comparison import interval
 from l2lopt.evaluation.free_runs import record_steps, run_free
 from l2lopt.evaluation.settings import Baseline, EvaluationSettings, half_decades
-from l2lopt.optimisers import SGD, Optimiser
+from l2lopt.evaluation.tuned_runs import OptimiserRun, TunedRun
+from l2lopt.optimisee import Optimisee
+from l2lopt.optimisers import SGD, NormalisedMuon, Optimiser
 
 
 class Diverging(Optimiser):
@@ -38,7 +41,8 @@ def settings(**changes):
         Baseline(optimiser="adamw", rates=[1e-2, 1e-1, 1.0], schedule="cosine"),
     ]
     return EvaluationSettings(
-        **{"seeds": 3, "steps": 12, "horizons": [5, 12], "tuning_seeds": 2, "baselines": baselines} | changes
+        **{"seeds": 3, "steps": 12, "horizons": [5, 12], "tuning_seeds": 2, "baselines": baselines, "multipliers": []}
+        | changes
     )
 
 
@@ -86,9 +90,103 @@ def test_rates_are_the_best_of_the_grid_on_seeds_that_are_not_reported(quadratic
             for rate in (1e-3, 1e-2, 1e-1)
         }
         finite = {rate: mean if math.isfinite(mean) else math.inf for rate, mean in means.items()}
-        assert result.chosen["sgd"][horizon] == TunedRun(min(finite, key=finite.get), 12)
+        for split in ("train", "test"):  # all splits of a quadratic are one
+            assert result.chosen["sgd"][split][horizon] == TunedRun(min(finite, key=finite.get), 12)
     reported = {seed_of("evaluation", 5, index) for index in range(3)}
     assert not reported & set(tuning)
+
+
+class Apart(Optimisee):
+    """(w − target)², the target another one on each split; keeps what it was asked for."""
+
+    targets: ClassVar = {"train": 1.0, "inner": 1.0, "heldout": 0.2, "test": 0.2}
+
+    def __init__(self):
+        self.trained, self.evaluated = set(), set()
+
+    def init(self, seed):
+        return {"w": torch.zeros((), dtype=torch.float64)}, {}
+
+    def batch(self, split, seed, step):
+        self.trained.add((seed, split))
+        return torch.tensor(self.targets[split], dtype=torch.float64)
+
+    def evaluation_batches(self, split, seed):
+        self.evaluated.add((seed, split))
+        yield torch.tensor(self.targets[split], dtype=torch.float64), 1
+
+    def loss(self, params, aux, batch):
+        return self.evaluate(params, aux, batch), aux
+
+    def evaluate(self, params, aux, batch):
+        return (params["w"] - batch).square()
+
+
+def test_each_split_has_a_rate_of_its_own_chosen_on_samples_that_nobody_reports():
+    """One step from 0: rate 0.5 arrives at the training target, 0.1 at that of the held-out samples."""
+    task = Apart()
+    baseline = Baseline(optimiser="sgd", rates=[0.05, 0.1, 0.3, 0.5, 0.8])
+    result = comparison.evaluate({}, task, settings(steps=1, horizons=[1], baselines=[baseline]), seed=5)
+    assert {split: chosen[1].rate for split, chosen in result.chosen["sgd"].items()} == {"train": 0.5, "test": 0.1}
+    assert {(row.split, row.horizon): row.mean for row in result.table} == {
+        ("train", 1): pytest.approx(0.0, abs=1e-12),
+        ("test", 1): pytest.approx(0.0, abs=1e-12),
+    }
+    tuning = {seed_of("tuning", 5, index) for index in range(2)}
+    reported = {seed_of("evaluation", 5, index) for index in range(3)}
+    checked = {(0, "heldout")}  # that there are such samples
+    assert task.trained == {(seed, "inner") for seed in tuning} | {(seed, "train") for seed in reported}
+    assert task.evaluated - checked == {
+        *((seed, split) for seed in tuning for split in ("inner", "heldout")),
+        *((seed, split) for seed in reported for split in ("train", "test")),
+    }
+
+
+def test_a_problem_without_held_out_samples_is_refused_before_any_run():
+    mlp = optimisees.make("mlp", heldout=0.0)
+    with pytest.raises(UserError, match="expected samples held out"):
+        comparison.evaluate({}, mlp, settings())
+    one = settings(baselines=[Baseline(optimiser="sgd", rates=[0.1])])
+    assert comparison.evaluate({}, mlp, one).chosen == {}
+
+
+def test_a_learned_optimiser_has_a_second_row_at_its_best_multiplier(quadratic):
+    multipliers = [0.1, 1.0, 3.0]
+    result = comparison.evaluate(
+        {"mine": SGD(0.01)}, quadratic, settings(multipliers=multipliers, baselines=[]), seed=2
+    )
+    grid = [Baseline(optimiser="sgd", rates=[0.01 * each for each in multipliers])]
+    tuned = comparison.evaluate({}, quadratic, settings(baselines=grid), seed=2)
+    names = {"mine": "mine", "sgd": "mine, multiplier tuned"}
+    for row in tuned.rows:
+        other = next(one for one in result.rows if one.optimiser == names["sgd"] and one[2:5] == row[2:5])
+        assert other.loss == pytest.approx(row.loss, rel=1e-12)
+    chosen = result.chosen["mine, multiplier tuned"]["train"]
+    assert {h: 0.01 * run.rate for h, run in chosen.items()} == pytest.approx(
+        {h: run.rate for h, run in tuned.chosen["sgd"]["train"].items()}
+    )
+    assert "mine" not in result.chosen
+    assert {row.kind for row in result.table} == {"learned"}
+
+
+def test_an_optimiser_that_knows_its_end_runs_to_each_horizon(quadratic):
+    """Untuned, as a learned rule or as a baseline: at every horizon the run that was told of that end."""
+    single = Baseline(optimiser="normalised-muon", rates=[0.03])
+    harness = optimisers.make("normalised-muon")
+    result = comparison.evaluate({"mine": harness}, quadratic, settings(baselines=[single]), seed=3)
+    seeds = [seed_of("evaluation", 3, index) for index in range(3)]
+    for horizon in (5, 12):
+        told = run_free(harness, quadratic, seeds, [0, horizon], total_steps=horizon).losses["train"][1]
+        for name in ("mine", "normalised-muon"):
+            row = next(r for r in result.table if (r.optimiser, r.horizon, r.split) == (name, horizon, "train"))
+            assert row.mean == pytest.approx(float(told.mean()), rel=1e-12)
+
+
+def test_runs_may_be_told_of_a_later_end(quadratic):
+    harness = optimisers.make("normalised-muon")
+    whole = run_free(harness, quadratic, [3], [4, 12]).losses["train"][0]
+    assert torch.equal(run_free(harness, quadratic, [3], [4], total_steps=12).losses["train"][0], whole)
+    assert not torch.equal(run_free(harness, quadratic, [3], [4]).losses["train"][0], whole)
 
 
 def test_a_baselines_curve_is_the_run_tuned_for_the_next_horizon(quadratic):
@@ -96,7 +194,7 @@ def test_a_baselines_curve_is_the_run_tuned_for_the_next_horizon(quadratic):
     seed = seed_of("evaluation", 1, 0)
     for row in result.rows:
         if row.optimiser == "sgd" and row.split == "train" and row.seed == 0:
-            rate = result.chosen["sgd"][5 if row.step <= 5 else 12].rate
+            rate = result.chosen["sgd"]["train"][5 if row.step <= 5 else 12].rate
             assert row.loss == pytest.approx(by_hand(quadratic, rate, seed, row.step)[row.step], rel=1e-9)
 
 
@@ -109,15 +207,16 @@ def test_every_recorded_step_has_every_seed_once(quadratic):
 
 def test_a_schedule_with_an_end_tries_the_ends_of_later_horizons(quadratic):
     result = comparison.evaluate({}, quadratic, settings())
-    assert result.chosen["adamw"][5].length in (5, 12)
-    assert result.chosen["adamw"][12].length == 12
+    for chosen in result.chosen["adamw"].values():
+        assert chosen[5].length in (5, 12)
+        assert chosen[12].length == 12
 
 
 def test_a_rate_at_the_edge_of_its_grid_is_reported(quadratic):
     result = comparison.evaluate(
         {}, quadratic, settings(baselines=[Baseline(optimiser="sgd", rates=[1e-6, 1e-5, 1e-4])])
     )
-    assert len(result.warnings) == 2
+    assert len(result.warnings) == 4  # two horizons, two splits
     assert all("sgd" in warning and "upper end" in warning for warning in result.warnings)
 
 
@@ -148,7 +247,9 @@ def test_interval_is_students():
 
 
 def test_default_grids_have_at_least_seven_half_decades():
-    for baseline in EvaluationSettings().baselines:
+    *tuned, harness = EvaluationSettings().baselines
+    assert harness.rates == [NormalisedMuon().lr]
+    for baseline in tuned:
         ratios = np.diff(np.log10(baseline.rates))
         assert len(baseline.rates) >= 8
         assert ratios == pytest.approx(0.5, abs=0.005)
@@ -205,7 +306,7 @@ def test_a_learned_optimiser_runs_on_the_digits():
 def test_a_run_that_ends_above_its_first_training_loss_has_diverged():
     """Before its first step a network with batch norm has a test-mode loss of any size."""
     steps = {0: torch.tensor([40.0, 40.0]), 5: torch.tensor([3.0, 1.0])}
-    run = comparison.OptimiserRun("learned", {"train": steps, "test": steps}, torch.tensor([2.5, 2.5]), 0.0)
+    run = OptimiserRun("learned", {"train": steps, "test": steps}, torch.tensor([2.5, 2.5]), 0.0)
     assert {row.diverged for row in comparison.compare({"rule": run}, [5]).table} == {1}
 
 
@@ -223,7 +324,9 @@ def test_a_cosine_is_for_any_optimiser(quadratic, optimiser):
             sizes[schedule].append(float(change.norm()))
     ratios = [one / other for one, other in zip(sizes["cosine"], sizes["constant"], strict=True)]
     assert ratios == pytest.approx([oracles.warm_up_cosine(step, 2, 40) for step in range(41)], abs=1e-15)
-    assert comparison.evaluate({}, quadratic, settings(baselines=[baseline])).chosen[optimiser][12].length == 12
+    grid = baseline.model_copy(update={"rates": [0.01, 0.02]})
+    found = comparison.evaluate({}, quadratic, settings(baselines=[grid]))
+    assert found.chosen[optimiser]["train"][12].length == 12
 
 
 def test_a_schedule_of_its_own_ends_at_the_horizon():

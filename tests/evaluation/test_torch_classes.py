@@ -11,12 +11,12 @@ from implementations import SAMPLED
 import optimisees
 from l2lopt.core.errors import UserError
 from l2lopt.core.seeding import seed_of
-from l2lopt.evaluation import comparison
+from l2lopt.evaluation import comparison, tuned_runs
 from l2lopt.evaluation.free_runs import run_free
 from l2lopt.evaluation.settings import Baseline, EvaluationSettings
 from l2lopt.evaluation.torch_classes import torch_class
 from l2lopt.optimisers import SGD, Scheduled
-from l2lopt.optimisers.hand_designed import Rate
+from l2lopt.optimisers.rates import Rate
 
 HERE = __name__
 RATES = [0.003, 0.03, 0.3]
@@ -325,7 +325,7 @@ def test_a_function_of_another_module_may_make_one_of_ours(quadratic):
     ],
 )
 def test_a_mistake_is_found_before_any_run(mlp, monkeypatch, choice, message):
-    monkeypatch.setattr(comparison, "run_groups", None)
+    monkeypatch.setattr(tuned_runs, "run_groups", None)
     with pytest.raises(UserError, match=message):
         comparison.evaluate({}, mlp, settings(Baseline(optimiser=choice, rates=RATES)))
 

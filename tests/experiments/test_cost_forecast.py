@@ -61,13 +61,19 @@ def test_every_baseline_has_its_own_cost(clock):
     expected = {
         "sgd": 1.0 * (3 * 10 + 2 * 2 * 10),
         "adam": 10.0 * (3 * 10 + 2 * 3 * (4 + 10)),
-        "torch.optim:LBFGS": 100.0 * (3 * 10 + 2 * 1 * 10),
+        "torch.optim:LBFGS": 100.0 * 3 * 10,  # a single rate is not tuned
     }
     assert costs == pytest.approx(expected)
     clock.asked.clear()
     whole = forecast([PlannedRun(settings, one) for one in settings.evaluation.baselines])
     assert whole["baselines"] == pytest.approx(sum(expected.values()))
     assert clock.asked.count("sgd") == clock.asked.count("learned") == 2  # measured once, after a first try
+
+
+def test_a_second_row_has_its_multipliers_tuned(clock):
+    settings = config.load(CONFIG, ["evaluation.multipliers=[0.1, 1.0, 10.0]"])
+    for tuned, cost in ((False, 3 * 10), (True, 2 * 3 * 10 + 2 * 3 * 10)):
+        assert forecast([PlannedRun(settings, None, tuned=tuned)])["free runs"] == pytest.approx(1e6 * cost)
 
 
 def test_meta_seeds_share_a_measurement_and_a_rest_costs_its_share(clock):

@@ -63,7 +63,15 @@ def test_the_csv_has_the_promised_columns(run):
         rows = list(csv.DictReader(file))
     assert list(rows[0]) == ["optimiser", "kind", "seed", "step", "split", "loss"]
     assert {row["kind"] for row in rows} == {"learned", "baseline"}
-    assert {row["optimiser"] for row in rows} == {"learned-lstm", "sgd", "momentum", "adam", "adamw"}
+    assert {row["optimiser"] for row in rows} == {
+        "learned-lstm",
+        "learned-lstm, multiplier tuned",
+        "momentum",
+        "adam",
+        "adamw",
+        "muon",
+        "normalised-muon, untuned",
+    }
     assert {row["split"] for row in rows} == {"train", "test"}
     assert {row["seed"] for row in rows} == {"0", "1", "2"}
     assert all(math.isfinite(float(row["loss"])) for row in rows if row["kind"] == "learned")
@@ -129,7 +137,7 @@ def test_a_mistake_leaves_no_folder(tmp_path):
 
 def test_runs_are_evaluated_side_by_side(run, tmp_path):
     other = l2lopt.meta_train(configs.demo(), tmp_path / "other", changes=[*SMALL, "meta.updates=2"])
-    result = l2lopt.evaluate(run, other, changes=["evaluation.baselines=[]"])
+    result = l2lopt.evaluate(run, other, changes=["evaluation.baselines=[]", "evaluation.multipliers=[]"])
     assert [name for name in result.seconds] == ["learned-lstm", "learned-lstm (other)"]
     assert (run / "evaluation.csv").read_bytes() == (other / "evaluation.csv").read_bytes()
     runs.plot(other)
@@ -199,7 +207,9 @@ def test_runs_of_one_name_keep_a_line_each(run, tmp_path):
     for place in ("a", "b", "c"):
         shutil.copytree(run, tmp_path / place / "lstm")
     result = l2lopt.evaluate(*(tmp_path / place / "lstm" for place in "abc"))
-    assert len({row.optimiser for row in result.table if row.kind == "learned"}) == 3
+    assert (
+        len({row.optimiser for row in result.table if row.kind == "learned"}) == 6
+    )  # each as it is and with its multiplier tuned
     with pytest.raises(UserError, match="evaluate: expected each run once"):
         l2lopt.evaluate(*[tmp_path / "a" / "lstm"] * 4)
 

@@ -33,6 +33,7 @@ META = [
     "evaluation.horizons=[4]",
     "evaluation.tuning_seeds=1",
     "evaluation.baselines=[{optimiser='sgd', rates=[0.1, 0.2]}]",
+    "evaluation.multipliers=[]",
 ]
 RULE = {"name": "coordinatewise", "hidden_size": 3}
 TRAIN = ["threads=1", "train.steps=6", "train.checkpoint_every=1", "train.evaluate_every=3"]

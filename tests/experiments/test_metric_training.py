@@ -120,7 +120,13 @@ def test_an_optimiser_is_meta_trained_on_it(tmp_path, config, encoder):
         "unroll": {"length": 3, "targets": {"heldout": 1.0}},
         "meta": {"updates": 2, "batch": 2},
         "validation": {"seeds": 1, "horizons": [2]},
-        "evaluation": {"seeds": 2, "steps": 2, "horizons": [2], "baselines": [{"optimiser": "sgd", "rates": [0.1]}]},
+        "evaluation": {
+            "seeds": 2,
+            "steps": 2,
+            "horizons": [2],
+            "baselines": [{"optimiser": "sgd", "rates": [0.1]}],
+            "multipliers": [],
+        },
     }
     run = l2lopt.meta_train(settings, tmp_path / "run")
     table = {(row.optimiser, row.split): row.mean for row in l2lopt.evaluate(run).table}

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import optimisees
-from l2lopt.evaluation.comparison import OptimiserRun, TunedRun, baseline_run
 from l2lopt.evaluation.free_runs import Curves
 from l2lopt.evaluation.settings import Baseline, EvaluationSettings
+from l2lopt.evaluation.tuned_runs import OptimiserRun, Problems, TunedRun, optimiser_run
 from l2lopt.experiments.run_cache import FileCache, file_digest, read_run, write_run
 
 CURVES = Curves(
@@ -67,7 +67,14 @@ def test_a_damaged_group_is_made_anew(tmp_path, damage):
 
 def test_a_run_is_read_as_it_was_written(tmp_path):
     losses = {split: {0: rows[0], 3: rows[1]} for split, rows in CURVES.losses.items()}
-    run = OptimiserRun("baseline", losses, CURVES.first, 0.5, {3: TunedRun(0.1, 3)}, ["an edge"])
+    run = OptimiserRun(
+        "baseline",
+        losses,
+        CURVES.first,
+        0.5,
+        {"train": {3: TunedRun(0.1, 3)}, "test": {3: TunedRun(0.3, 3)}},
+        ["an edge"],
+    )
     work = {"seed": 0, "evaluation": {"steps": 3}}
     write_run(tmp_path / "run.json", work, run)
     again = read_run(tmp_path / "run.json", work)
@@ -89,7 +96,7 @@ def test_the_cache_serves_a_comparison(tmp_path, monkeypatch):
         for choice in ("adam", "torch.optim:RMSprop"):
             one = FileCache(tmp_path, {**cache.work, "optimiser": choice})
             baseline = Baseline(optimiser=choice, rates=[0.01, 0.1])
-            yield baseline_run(baseline, quadratic, settings, cache=one)
+            yield optimiser_run(baseline.contestant(), Problems(quadratic, settings, cache=one))
 
     first = list(runs())
     monkeypatch.setattr("l2lopt.evaluation.free_runs.run_free", None)

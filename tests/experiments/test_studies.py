@@ -33,6 +33,7 @@ CONFIG = {
         "horizons": [2, 5],
         "tuning_seeds": 1,
         "baselines": [{"optimiser": "sgd", "rates": [0.1, 1.0]}, {"optimiser": "adam", "rates": [0.01, 0.1]}],
+        "multipliers": [],
     },
 }
 STUDY = {
@@ -93,7 +94,7 @@ def test_means_are_over_meta_seeds_and_problems(made):
 
 
 def test_a_stopped_study_goes_on_where_it_stood(made, tmp_path, monkeypatch):
-    source, calls = written(tmp_path), interrupted(monkeypatch, comparison, "learned_run", 3)
+    source, calls = written(tmp_path), interrupted(monkeypatch, comparison, "rows_of", 3)
     with pytest.raises(KeyboardInterrupt):
         comparison_study.reproduce(source, tmp_path / "run")
     comparison_study.reproduce(source, tmp_path / "run")
@@ -154,7 +155,7 @@ def test_a_class_of_another_package_is_a_baseline(tmp_path):
     for (name, *place), mean in means.items():
         if name == "adam":
             assert means["torch.optim:Adam", *place] == pytest.approx(mean, rel=1e-5)
-    assert first["Small, MLP"]["chosen"]["torch.optim:Muon"].keys() == {"2", "5"}
+    assert first["Small, MLP"]["chosen"]["torch.optim:Adam"]["test"].keys() == {"2", "5"}
     assert (tmp_path / "run" / "small-mlp" / "torch-optim-adam.json").exists()
     (tmp_path / "run" / "small-mlp" / "torch-optim-adam.json").unlink()  # its groups stay
     comparison_study.reproduce(source, tmp_path / "run")
@@ -341,7 +342,7 @@ def test_the_studies_of_the_readme_are_sound(name):
     """Its configs load and fit together."""
     path = ROOT / f"configs/studies/{name}.toml"
     location = comparison_jobs.StudyLocation(comparison_study.load(path), str(path), "nowhere", ())
-    assert len(list(comparison_jobs.all_jobs(location))) == 4 * 3 + 4
+    assert len(list(comparison_jobs.all_jobs(location))) == 4 * 3 + 5
 
 
 @pytest.mark.parametrize(
@@ -362,7 +363,7 @@ def test_what_is_left_of_a_meta_training_is_forecast(tmp_path, monkeypatch, capl
     caplog.set_level("INFO", "l2lopt")
     source = written(tmp_path, {**STUDY, "meta_seeds": [0], "optimisers": STUDY["optimisers"][:1]})
     with monkeypatch.context() as patch:
-        interrupted(patch, comparison, "learned_run", 1)
+        interrupted(patch, comparison, "rows_of", 1)
         with pytest.raises(KeyboardInterrupt):
             comparison_study.reproduce(source, tmp_path / "run")
     caplog.clear()

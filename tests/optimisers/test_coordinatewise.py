@@ -44,6 +44,11 @@ def test_state_keeps_its_structure(make):
 
 
 @each_optimiser
+def test_knows_its_end(make):
+    laws.assert_knows_its_end(make())
+
+
+@each_optimiser
 @pytest.mark.parametrize(("like", "dtype"), [(None, torch.float32), (torch.zeros(1).double(), torch.float64)])
 def test_state_is_like(make, like, dtype):
     laws.assert_state_is_like(make(), like, dtype)

@@ -20,6 +20,7 @@ RATE = 0.02
 NAMESAKES = {
     "sgd": (SGD, torch.optim.SGD, {}, None),
     "momentum": (Momentum, torch.optim.SGD, {"momentum": 0.9}, None),
+    "nesterov": (Momentum, torch.optim.SGD, {"momentum": 0.9, "nesterov": True}, None),
     "adam": (adam, torch.optim.Adam, {"betas": (0.8, 0.99), "eps": 1e-6}, None),
     "adamw": (AdamW, torch.optim.AdamW, {"weight_decay": 0.2}, None),
     "adamw with warm-up": (AdamW, torch.optim.AdamW, {}, {"warm_up": 10, "total": None}),
@@ -132,6 +133,21 @@ def test_any_optimiser_under_a_schedule_is_its_namesake_with_that_rate(name, sha
 def test_adamws_own_schedule_is_the_same_one():
     one = ours(AdamW(RATE, warm_up=10, total=180), 200, normal(10))
     laws.assert_close(one, ours(Scheduled(AdamW(RATE), "cosine", 10, 180), 200, normal(10)))
+
+
+def test_a_rate_of_the_schedule_multiplies_the_update():
+    """A rate for each row, and `update_` as well."""
+    rates, inner = torch.tensor([0.5, 2.0], dtype=torch.float64), AdamW(RATE, weight_decay=0.2)
+    rule = Scheduled(inner, "linear", 2, 9, lr=rates)
+    rows = ours(rule, 9, normal(10).expand(2, 10), batch=(2,))
+    for row, rate in enumerate(rates.tolist()):
+        laws.assert_close(
+            rows[:, row], ours(Scheduled(AdamW(RATE * rate, weight_decay=0.2), "linear", 2, 9), 9, normal(10))
+        )
+    state, theta = rule.init(LAYOUT, (2,), like=normal(10)), normal(2, 10)
+    laws.assert_same(rule.update_(theta, state, theta), rule.update(theta, state, theta))
+    with pytest.raises(UserError, match="a rate above 0"):
+        Scheduled(inner, lr=0.0)
 
 
 def test_a_schedule_of_a_schedule_multiplies():

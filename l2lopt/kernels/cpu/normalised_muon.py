@@ -104,7 +104,7 @@ class FusedNormalisedMuon(Optimiser):
         reference: The plain optimiser.
     """
 
-    groupings = NormalisedMuon.groupings
+    groupings, knows_end = NormalisedMuon.groupings, NormalisedMuon.knows_end
 
     def __init__(self, reference: NormalisedMuon) -> None:
         super().__init__()

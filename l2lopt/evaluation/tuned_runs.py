@@ -1,0 +1,207 @@
+"""The runs of a contestant: rates chosen on problems that nobody reports, then the reported problems."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from l2lopt.core.seeding import seed_of
+from l2lopt.core.types import Report, silent
+from l2lopt.evaluation.contestants import Contestant
+from l2lopt.evaluation.free_runs import Curves, RunCache, no_cache, record_steps, run_groups
+from l2lopt.evaluation.settings import SPLITS, EvaluationSettings
+from l2lopt.optimisee import Optimisee, Split
+
+ByStep: TypeAlias = dict[int, Tensor]
+"""Step → the loss of each problem, [S]."""
+
+CHOSEN_ON: Mapping[Split, Split] = {"train": "inner", "test": "heldout"}
+"""Reported split → the split whose loss chooses the rate for it. Runs that are tuned train on "inner" alone, so that
+the samples of "heldout" are new to them and those of "test" are seen by nobody."""
+
+
+class TunedRun(NamedTuple):
+    """A run that is reported: its rate, and the length it is made for."""
+
+    rate: float
+    length: int
+
+
+Choices: TypeAlias = dict[Split, dict[int, TunedRun]]
+"""Split → horizon → the run chosen for it."""
+
+
+def choice_facts(chosen: Choices) -> dict[str, dict[str, dict[str, float]]]:
+    """Choices for JSON."""
+    return {
+        split: {str(horizon): tuned._asdict() for horizon, tuned in by_horizon.items()}
+        for split, by_horizon in chosen.items()
+    }
+
+
+@dataclass(frozen=True)
+class OptimiserRun:
+    """One optimiser's part of a comparison.
+
+    Attributes:
+        kind: "learned" or "baseline".
+        losses: Split → step → the loss of each problem, [S].
+        first: Training-mode losses on the first batch, [S].
+        seconds: Time of one inner step on one problem.
+        chosen: Runs that were chosen; empty where there was nothing to choose.
+        warnings: Rates that are an end of their grid.
+    """
+
+    kind: str
+    losses: dict[Split, ByStep]
+    first: Tensor
+    seconds: float
+    chosen: Choices = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Problems:
+    """The problems of a comparison, and how runs on them are made.
+
+    Attributes:
+        optimisee: Problem.
+        settings: Seeds, steps, horizons.
+        seed: Seed of all seeds.
+        report: Progress.
+        cache: Store of the runs' curves.
+    """
+
+    optimisee: Optimisee
+    settings: EvaluationSettings
+    seed: int = 0
+    report: Report = silent
+    cache: RunCache = no_cache
+
+    @property
+    def reported(self) -> list[int]:
+        """Seeds of the reported problems; no tuning sees them."""
+        return [seed_of("evaluation", self.seed, index) for index in range(self.settings.seeds)]
+
+    @property
+    def tuning(self) -> list[int]:
+        """Seeds of the problems on which the rates are chosen."""
+        return [seed_of("tuning", self.seed, index) for index in range(self.settings.tuning_seeds)]
+
+
+def optimiser_run(contestant: Contestant, problems: Problems) -> OptimiserRun:
+    """A contestant on the problems of a comparison, at the best of its rates for every horizon and split.
+
+    Its curve is made of the chosen runs: at step t it shows the one for the nearest horizon not before t. A contestant
+    with a single rate takes it; one that knows its end then has a run for each horizon.
+
+    Args:
+        contestant: Contestant that runs.
+        problems: Problems, and how runs on them are made.
+
+    Raises:
+        UserError: For a problem without held-out samples, where there are rates to choose from.
+    """
+    horizons = problems.settings.checked_horizons()
+    if len(contestant.rates) > 1:
+        chosen = _tune(contestant, problems)
+        losses, first, seconds = _curve(contestant, chosen, problems)
+        return OptimiserRun(contestant.kind, losses, first, seconds, chosen, _edges(contestant, chosen))
+    lengths = {horizon: horizon if contestant.knows_end else horizons[-1] for horizon in horizons}
+    as_it_is = {horizon: TunedRun(contestant.rates[0], length) for horizon, length in lengths.items()}
+    return OptimiserRun(contestant.kind, *_curve(contestant, dict.fromkeys(SPLITS, as_it_is), problems))
+
+
+def check_heldout(optimisee: Optimisee, seed: int = 0) -> None:
+    """Refuses a problem on which no rate can be chosen, before hours of work.
+
+    Raises:
+        UserError: For a problem without held-out samples.
+    """
+    next(iter(optimisee.evaluation_batches("heldout", seed)))
+
+
+def _run(
+    contestant: Contestant, tuned: TunedRun | tuple[Tensor, int], marks: Sequence[int], problems: Problems, tuning: bool
+) -> Curves:
+    """Runs at a rate, or at one for each run, on the reported problems or on those of the tuning."""
+    rates, length = tuned
+    seeds, splits, stage = problems.reported, SPLITS, contestant.name
+    if tuning:
+        assert isinstance(rates, Tensor)
+        # Each rate in turn on all seeds: every rate meets the same problems.
+        seeds, splits = problems.tuning * (len(rates) // len(problems.tuning)), tuple(CHOSEN_ON.values())
+        stage = f"tune {contestant.name}"
+    return run_groups(
+        contestant.at(rates, length),
+        problems.optimisee,
+        seeds,
+        marks,
+        splits,
+        problems.report,
+        stage,
+        rows=problems.settings.rows,
+        cache=problems.cache,
+        fit="inner" if tuning else "train",
+    )
+
+
+def _tune(contestant: Contestant, problems: Problems) -> Choices:
+    """The best run of the grid for every split and horizon; every rate is a row on every seed."""
+    horizons, seeds = problems.settings.checked_horizons(), problems.tuning
+    rates = torch.tensor(contestant.rates, dtype=torch.float64)
+    tried: dict[Split, dict[int, dict[TunedRun, float]]] = {
+        split: {horizon: {} for horizon in horizons} for split in SPLITS
+    }
+    for length in horizons if contestant.knows_end else horizons[-1:]:
+        # A schedule that ends later is tried for an earlier horizon, too.
+        marks = [horizon for horizon in horizons if horizon <= length]
+        grid = rates.repeat_interleave(len(seeds)), length
+        found = _by_step(_run(contestant, grid, marks, problems, tuning=True))
+        for split, judge in CHOSEN_ON.items():
+            for horizon, losses in found[judge].items():
+                # NaN compares as false, so min() could choose a rate that diverged: it counts as infinite.
+                means = losses.view(len(rates), len(seeds)).double().mean(1).nan_to_num(nan=torch.inf)
+                pairs = zip(contestant.rates, means.tolist(), strict=True)
+                tried[split][horizon] |= {TunedRun(rate, length): mean for rate, mean in pairs}
+    return {
+        split: {horizon: min(means, key=means.__getitem__) for horizon, means in by_horizon.items()}
+        for split, by_horizon in tried.items()
+    }
+
+
+def _curve(contestant: Contestant, chosen: Choices, problems: Problems) -> tuple[dict[Split, ByStep], Tensor, float]:
+    """The losses of the runs chosen for each horizon, each where its horizon is the next; those on the first batch."""
+    record = record_steps(problems.settings.steps, problems.settings.checked_horizons())
+    served: dict[TunedRun, list[tuple[Split, int]]] = {}
+    for split, by_horizon in chosen.items():
+        for horizon, run in by_horizon.items():
+            served.setdefault(run, []).append((split, horizon))
+    curve: dict[Split, ByStep] = {split: {} for split in SPLITS}
+    seconds, firsts = 0.0, []
+    for run, places in served.items():
+        last = max(horizon for _, horizon in places)
+        taken = _run(contestant, run, [step for step in record if step <= last], problems, tuning=False)
+        by_step, seconds = _by_step(taken), max(seconds, taken.seconds)
+        firsts.append(taken.first)
+        for split, horizon in places:
+            begin = max((earlier + 1 for earlier in chosen[split] if earlier < horizon), default=0)
+            curve[split] |= {step: losses for step, losses in by_step[split].items() if begin <= step <= horizon}
+    return {split: dict(sorted(by_step.items())) for split, by_step in curve.items()}, firsts[0], seconds
+
+
+def _edges(contestant: Contestant, chosen: Choices) -> list[str]:
+    edges = {min(contestant.rates): "lower", max(contestant.rates): "upper"}
+    return [
+        f"{contestant.name}: the best rate for the {split} loss at step {horizon}, {run.rate:g}, is the "
+        f"{edges[run.rate]} end of its grid"
+        for split, by_horizon in chosen.items()
+        for horizon, run in by_horizon.items()
+        if run.rate in edges
+    ]
+
+
+def _by_step(run: Curves) -> dict[Split, ByStep]:
+    return {split: dict(zip(run.steps, losses, strict=True)) for split, losses in run.losses.items()}

@@ -1,0 +1,22 @@
+"""Rates: a number, or a tensor [*batch] with a rate for every row, so that a grid of rates runs in one pass."""
+
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from l2lopt.core.errors import UserError
+
+Rate: TypeAlias = float | Tensor
+
+
+def per_row(rate: Rate, grads: Tensor) -> Rate:
+    """A rate per row, shaped to multiply coordinates."""
+    return rate.to(grads)[..., None] if isinstance(rate, Tensor) else rate
+
+
+def check_rate(rate: Rate) -> Rate:
+    """A rate, or all rates, above 0."""
+    if not bool(torch.as_tensor(rate).gt(0).all()):
+        raise UserError("lr", expected="a rate above 0", found=str(rate), remedy="give a positive rate")
+    return rate
