@@ -14,6 +14,7 @@ from optimisees.data.datasets import InMemory, digits
 from optimisees.draw.model import Draw
 from optimisees.labelling.sequence_labelling import SequenceLabelling
 from optimisees.language.language_model import LanguageModel
+from optimisees.language.transformer import Transformer
 from optimisees.metric.sequence_metric import SequenceMetric
 from optimisees.module import ModuleOptimisee
 from optimisees.quadratic import Quadratic
@@ -27,6 +28,7 @@ OPTIMISEES: Mapping[str, Callable[..., Optimisee]] = {
     "resnet": resnet,
     "sequence-metric": SequenceMetric,
     "sequence-labelling": SequenceLabelling,
+    "transformer": Transformer,
 }
 
 
@@ -83,6 +85,7 @@ __all__ = [
     "Quadratic",
     "SequenceLabelling",
     "SequenceMetric",
+    "Transformer",
     "artefact_files",
     "build",
     "class_of",

@@ -41,6 +41,8 @@ class ModuleOptimisee(Optimisee):
         augment: (inputs, generator) → inputs, of training batches; None leaves them as they are.
         evaluation_samples: Number of a split's samples in an evaluation, always the same ones of `train` and `test`;
             None: all.
+        validation: Inputs and targets of a validation set, if the data have one. It is the split `heldout` then, and
+            `inner` are all training samples.
     """
 
     def __init__(
@@ -55,20 +57,25 @@ class ModuleOptimisee(Optimisee):
         metrics: Mapping[str, Callable[[Tensor, Tensor], Tensor]] | None = None,
         augment: Callable[[Tensor, torch.Generator], Tensor] | None = None,
         evaluation_samples: int | None = None,
+        validation: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         self.factory, self.criterion, self.device = factory, criterion, torch.device(device)
         self.measures = dict(metrics or {})
         self.data = InMemory(*(part.to(self.device) for part in data))
         above_0("optimisee", evaluation_size=evaluation_size)
-        sizes = len(data.train_inputs), len(data.test_inputs)
-        self.sampling = Sampling(*sizes, batch_size, heldout, evaluation_samples)
+        self._validation = validation and (validation[0].to(self.device), validation[1].to(self.device))
+        sizes, valid = (
+            (len(data.train_inputs), len(data.test_inputs)),
+            None if validation is None else len(validation[0]),
+        )
+        self.sampling = Sampling(*sizes, batch_size, heldout, evaluation_samples, valid)
         self.batch_size, self.evaluation_size, self.augment = batch_size, evaluation_size, augment
         module = _with_given_masks(self._fresh(0))
         self._training = copy.deepcopy(module).train()
         self._testing = copy.deepcopy(module).eval()
         self._like = next((p.detach() for p in module.parameters()), self.data.train_inputs)  # its dtype is the model's
         self._masks = self._try()
-        self._whole = {split: self._cut(split, 0) for split in ("train", "test")}
+        self._whole = {split: self._cut(split, 0) for split in self.sampling.alike}
 
     def init(self, seed: int) -> tuple[Params, Aux]:
         """The factory's parameters and buffers under `seed`."""
@@ -93,7 +100,7 @@ class ModuleOptimisee(Optimisee):
 
     def fingerprint(self) -> dict[str, str]:
         """The digest of the samples."""
-        return {"samples": digest(self.data)}
+        return {"samples": digest((*self.data, *(self._validation or ())))}
 
     def epoch_start(self, split: Split, seed: int, number: int) -> int:
         """Passes of full batches."""
@@ -142,6 +149,8 @@ class ModuleOptimisee(Optimisee):
         return outputs
 
     def _samples(self, split: Split) -> tuple[Tensor, Tensor]:
+        if split == "heldout" and self._validation is not None:
+            return self._validation
         return self.data[2:] if split == "test" else self.data[:2]
 
     def _cut(self, split: Split, seed: int) -> list[tuple[Batch, int]]:

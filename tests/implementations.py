@@ -32,6 +32,7 @@ from optimisees import (
     Quadratic,
     SequenceLabelling,
     SequenceMetric,
+    Transformer,
     convnet,
     mlp,
     resnet,
@@ -329,6 +330,10 @@ TEXTS = Corpus(
 )
 LANGUAGE_MODELS = {
     "language-model": partial(LanguageModel, TEXTS, "irc-gru", 3, 4, 2, batch_size=3, window=6, dtype="float64"),
+    "transformer": partial(Transformer, TEXTS, 4, 2, 2, 5, batch_size=3, evaluation_samples=8, dtype="float64"),
+    "transformer with rms norm, tied, with dropout": partial(
+        Transformer, TEXTS, 4, 1, 1, 5, norm="rms", tied=True, dropout=0.3, batch_size=3, dtype="float64"
+    ),
 }
 SPOTS = InMemory(
     *(

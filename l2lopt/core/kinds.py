@@ -17,6 +17,8 @@ from l2lopt.core.errors import UserError, did_you_mean
 Kind: TypeAlias = Literal["matrix", "vector", "embedding", "head"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 EMBEDDING = re.compile(r"(^|[._])(\w*embed\w*|emb|wte|wpe|pos|position|positions)([._]|$)")
+POSITIONS = re.compile(r"(^|[._])(wpe|pos|position|positions|pos\w*embed\w*|embed\w*pos\w*)([._]|$)")
+"""Embeddings of places, whose number says nothing about how many tokens there are."""
 HEAD = re.compile(r"(^|[._])(lm_head|unembed\w*)([._]|$)")
 STACKED = re.compile(r"(^|[._])(qkv|in_proj_weight|in_proj|c_attn|Wqkv)([._]|$)")
 
@@ -44,8 +46,8 @@ def roles(names: Sequence[str], shapes: Sequence[Sequence[int]]) -> tuple[Role, 
     - A matrix view with a single row or column is a vector.
     - A tensor of two or three axes with a part such as "embed_tokens", "wte" or "pos_embed" in its name is an
       embedding.
-    - A matrix called "lm_head" or "unembed", and the last matrix of all where it has as many rows as an embedding
-      before it, is a head.
+    - A matrix called "lm_head" or "unembed" is a head; where none is, the last matrix of all is one if it has as many
+      rows as an embedding that is not one of positions.
     - A matrix called "qkv", "in_proj" or the like with three times as many rows as columns is a stack of three.
 
     Args:
@@ -54,9 +56,11 @@ def roles(names: Sequence[str], shapes: Sequence[Sequence[int]]) -> tuple[Role, 
     """
     found = [_role(name, shape) for name, shape in zip(names, shapes, strict=True)]
     last = max((index for index, role in enumerate(found) if role.kind == "matrix"), default=None)
-    tokens = {shape[0] for role, shape in zip(found, shapes, strict=True) if role.kind == "embedding"}
-    if last is not None and len(shapes[last]) == 2 and shapes[last][0] in tokens:
-        # Of the last one only: a model may have hidden matrices of as many rows as it has positions.
+    tables = zip(names, shapes, found, strict=True)
+    tokens = {shape[0] for name, shape, role in tables if role.kind == "embedding" and not POSITIONS.search(name)}
+    known = any(role.kind == "head" for role in found)
+    if not known and last is not None and len(shapes[last]) == 2 and shapes[last][0] in tokens:
+        # Of the last one only: a model may have hidden matrices of as many rows as it has tokens.
         found[last] = Role("head")
     return tuple(found)
 
@@ -65,7 +69,7 @@ def roles_in(module: nn.Module) -> dict[str, Role]:
     """The roles of a module's parameters by name, from the classes that they belong to.
 
     An embedding is the weight of an `nn.Embedding` or `nn.EmbeddingBag`, also where a head is tied to it. A head is
-    the weight of the last linear layer with as many outputs as an embedding has entries. The projections of
+    the weight of the last linear layer with as many outputs as an embedding of tokens has entries. The projections of
     `nn.MultiheadAttention` are a stack of three matrices, the weights of recurrent layers one of a matrix per gate.
     What no class tells is judged by `roles`.
     """
@@ -73,8 +77,9 @@ def roles_in(module: nn.Module) -> dict[str, Role]:
     found = dict(zip(parameters, roles(list(parameters), [p.shape for p in parameters.values()]), strict=True))
     # By identity: of tied weights `named_parameters` has the first name alone.
     name_of = {id(parameter): name for name, parameter in parameters.items()}
-    tables = [part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
-    tokens = {table.num_embeddings for table in tables}
+    named = [(name, part) for name, part in module.named_modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
+    tables = [table for _, table in named]
+    tokens = {table.num_embeddings for name, table in named if not POSITIONS.search(name)}
     linear = [part for part in module.modules() if isinstance(part, nn.Linear)]
     for layer in linear:
         # A linear layer that is called an embedding, of image patches for instance, is a matrix.

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,7 +45,7 @@ def class_count(name: str, samples: InMemory) -> int:
     return count
 
 
-def digest(samples: InMemory) -> str:
+def digest(samples: Sequence[Tensor]) -> str:
     """A digest of every byte of the samples; it takes about a second per gigabyte."""
     found = hashlib.blake2b(digest_size=16)
     for part in samples:

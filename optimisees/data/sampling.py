@@ -20,13 +20,21 @@ class Sampling:
         heldout: The share of training samples that each seed holds out of the split `inner`.
         evaluation_samples: Number of a split's samples in an evaluation, of `train` and `test` always the same;
             None: all.
+        valid: Number of validation samples, where the data have some: they are the split `heldout` then, and `inner`
+            are all training samples.
 
     Raises:
         UserError: For values out of range.
     """
 
     def __init__(
-        self, train: int, test: int, batch_size: int, heldout: float, evaluation_samples: int | None = None
+        self,
+        train: int,
+        test: int,
+        batch_size: int,
+        heldout: float,
+        evaluation_samples: int | None = None,
+        valid: int | None = None,
     ) -> None:
         if not 0 <= heldout < 1:
             raise UserError("heldout", expected="a share in [0, 1)", found=str(heldout), remedy="change the value")
@@ -35,12 +43,17 @@ class Sampling:
             expected = f"from 1 to the {train} training samples"
             raise UserError("batch_size", expected=expected, found=str(batch_size), remedy="change the value")
         self.train, self.test, self.batch_size, self.heldout = train, test, batch_size, heldout
-        self.evaluation_samples = evaluation_samples
+        self.evaluation_samples, self.valid = evaluation_samples, valid
+
+    @property
+    def alike(self) -> tuple[Split, ...]:
+        """The splits that are the same for all seeds."""
+        return ("train", "test") if self.valid is None else ("train", "inner", "heldout", "test")
 
     def members(self, split: Split, seed: int) -> Tensor:
         """All of the split's samples, in no order."""
-        if split in ("train", "test"):
-            return torch.arange(self.test if split == "test" else self.train)
+        if split in self.alike:
+            return torch.arange({"test": self.test, "heldout": self.valid or 0}.get(split, self.train))
         order = _permutation(self.train, seed_of("heldout", seed))
         kept = self.train - int(self.heldout * self.train)
         members = order[:kept] if split == "inner" else order[kept:]

@@ -1,10 +1,12 @@
 """The vocabulary of a trained language model, and texts that the model writes."""
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from l2lopt.core import registry
@@ -12,7 +14,7 @@ from l2lopt.core.errors import UserError
 from l2lopt.core.layout import Params
 from l2lopt.optimisee import SampleRequest, SavedRun
 from l2lopt.storage.run_log import existing, write_json
-from optimisees.data.text import Corpus, Vocabulary
+from optimisees.data.text import Corpus, Unit, Vocabulary
 
 VOCABULARY = "vocabulary.json"
 """File of a run that holds the tokens."""
@@ -25,6 +27,29 @@ class Writer(Protocol):
         self, params: Params, prompt: Tensor, tokens: int, temperature: float = 1.0, seed: int = 0
     ) -> Iterator[int]:
         """The tokens that follow a prompt, one at a time."""
+
+
+def text_metrics(loss: float, unit: Unit) -> dict[str, float]:
+    """The perplexity of a mean loss in nats per token, and of characters the bits of each."""
+    bits = {"bits_per_character": loss / math.log(2)} if unit == "character" else {}
+    # math.exp raises an error above 709, where a run that diverged easily gets.
+    return {**bits, "perplexity": math.exp(min(loss, 700.0))}
+
+
+def drawn_token(logits: Tensor, temperature: float, source: torch.Generator) -> Tensor:
+    """A token drawn from softmax(logits / temperature), [1] on the CPU; at 0 the likeliest.
+
+    Args:
+        logits: Logits of all tokens, [vocabulary].
+        temperature: Boldness of the draw, at least 0.
+        source: Generator of the draw.
+    """
+    # On the CPU, where the generator is: it draws the same from a seed whatever the device.
+    logits = logits.double().cpu()
+    if not temperature:
+        return logits.argmax(0, keepdim=True)
+    # The largest is taken off first: a small temperature could make the quotients overflow.
+    return torch.multinomial(((logits - logits.max()) / temperature).softmax(0), 1, generator=source)
 
 
 def write_vocabulary(vocabulary: Vocabulary, folder: Path) -> None:
@@ -51,7 +76,7 @@ def continued(make: Callable[..., Writer], run: SavedRun, request: SampleRequest
     except (ValueError, KeyError, TypeError):
         raise UserError(str(path), expected="a vocabulary", found="damage", remedy=remedy) from None
     options = {**run.options, "data": Corpus.without_texts(vocabulary)}
-    model: Writer = registry.make({"language-model": make}, "optimisee", "language-model", **options)
+    model: Writer = registry.make({"model": make}, "optimisee", "model", **options)
     prompt = vocabulary.prompt(request.prompt)
     drawn = model.generate(run.params, prompt, request.tokens, request.temperature, request.seed)
     return vocabulary.decode([*prompt.tolist(), *drawn])

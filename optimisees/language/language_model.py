@@ -1,6 +1,5 @@
 """Language models with any cell, by the recipe of Merity et al. 2018 (AWD-LSTM), as an optimisee."""
 
-import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -22,7 +21,7 @@ from l2lopt.optimisee import Optimisee, SampleRequest, SavedRun, Split, StepInfo
 from l2lopt.sequence import Stack, StackState
 from l2lopt.sequence.masks import check_share, draw
 from optimisees.data.text import EOS, Corpus, corpus
-from optimisees.language.artefacts import VOCABULARY, continued, write_vocabulary
+from optimisees.language.artefacts import VOCABULARY, continued, drawn_token, text_metrics, write_vocabulary
 from optimisees.language.references import NGrams
 from optimisees.language.windows import cut_windows
 
@@ -208,9 +207,7 @@ class LanguageModel(Optimisee):
 
     def derived_metrics(self, loss: float) -> dict[str, float]:
         """The perplexity, and of characters the bits of each."""
-        bits = {"bits_per_character": loss / math.log(2)} if self.texts.vocabulary.unit == "character" else {}
-        # math.exp raises an error above 709, where a run that diverged easily gets.
-        return {**bits, "perplexity": math.exp(min(loss, 700.0))}
+        return text_metrics(loss, self.texts.vocabulary.unit)
 
     def step_info(self, batch: Batch, aux: Aux) -> StepInfo:
         """The window's share of a full one, its tokens, and its perplexity without regularisation."""
@@ -267,15 +264,7 @@ class LanguageModel(Optimisee):
             for _ in range(tokens):
                 output, after = self._run(params, _embedded(params, given[:, None]), states, {})
                 states = _named(after)
-                # On the CPU, where the generator is: it draws the same from a seed whatever the device.
-                logits = self._logits(params, output[-1, 0]).double().cpu()
-                if temperature:
-                    # The largest is taken off first: a small temperature could make the quotients overflow.
-                    chances = ((logits - logits.max()) / temperature).softmax(0)
-                    given = torch.multinomial(chances, 1, generator=source)
-                else:
-                    given = logits.argmax(0, keepdim=True)
-                given = given.to(self.device)
+                given = drawn_token(self._logits(params, output[-1, 0]), temperature, source).to(self.device)
                 yield int(given)
 
     @property

@@ -86,6 +86,22 @@ def test_the_last_matrix_with_a_row_per_token_is_a_head():
     assert [role.kind for role in roles(["wpe", "fc", "out"], [(8, 8), (8, 8), (50, 8)])][1:] == ["matrix", "matrix"]
 
 
+@pytest.mark.parametrize(
+    "name", ["wpe", "positions", "pos_embed", "embed_positions.weight", "position_embedding.weight"]
+)
+def test_positions_are_no_tokens(name):
+    """The last layer's output matrix may have as many rows as there are positions."""
+    names, shapes = [name, "wte", "up", "down"], [(8, 8), (50, 8), (32, 8), (8, 32)]
+    assert [role.kind for role in roles(names, shapes)] == ["embedding", "embedding", "matrix", "matrix"]
+    assert [role.kind for role in roles([*names, "lm_head"], [*shapes, (50, 8)])][3:] == ["matrix", "head"]
+
+
+def test_a_tied_model_of_as_many_positions_as_channels_has_no_head():
+    """The tied weight is used by a function, so that no layer is the head."""
+    model = nn.ModuleDict({"wte": nn.Embedding(50, 8), "wpe": nn.Embedding(8, 8), "down": nn.Linear(32, 8)})
+    assert roles_in(model)["down.weight"] == Role("matrix")
+
+
 @given(st.lists(st.lists(st.integers(0, 5), max_size=4), max_size=6), st.text(max_size=12))
 def test_every_parameter_has_a_role(shapes, name):
     found = roles([f"{name}{index}" for index in range(len(shapes))], shapes)

@@ -375,6 +375,7 @@ def test_an_optimiser_is_meta_trained_and_compared(tmp_path):
             "horizons": [4],
             "tuning_seeds": 1,
             "baselines": [{"optimiser": "sgd", "rates": [0.1, 1.0]}],
+            "multipliers": [],
         },
     }
     run = l2lopt.meta_train(config, tmp_path / "run")
