@@ -106,7 +106,7 @@ def default_baselines() -> list[Baseline]:
         Baseline(optimiser={"name": "momentum", "nesterov": True}, rates=half_decades(1e-3, 9)),
         Baseline(optimiser="adam", rates=half_decades(1e-4, 9)),
         Baseline(optimiser="adamw", rates=half_decades(1e-4, 9), schedule="cosine"),
-        Baseline(optimiser="muon", rates=half_decades(1e-4, 9), schedule="cosine"),
+        Baseline(optimiser="muon", rates=half_decades(1e-3, 9), schedule="cosine"),
         Baseline(optimiser="normalised-muon", rates=[0.03], label="normalised-muon, untuned"),
     ]
 
