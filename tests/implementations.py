@@ -149,6 +149,8 @@ OPTIMISERS = {
     "adam": partial(optimisers.adam, 0.01),
     "adamw": partial(optimisers.AdamW, 0.01, weight_decay=0.1, warm_up=2, total=6),
     "normalised-adam": partial(optimisers.NormalisedAdam, 0.05, horizon=3.0),
+    "nadamw": partial(optimisers.NAdamW, 0.01),
+    "lion": partial(optimisers.Lion, 0.01, weight_decay=0.1),
     "muon": partial(optimisers.Muon, 0.05),
     "normalised-muon": optimisers.NormalisedMuon,
     "normalised-muon of sign": partial(optimisers.NormalisedMuon, direction="sign", schedule="linear"),

@@ -7,7 +7,7 @@ from l2lopt.core import registry
 from l2lopt.core.registry import Choice
 from l2lopt.optimisers.base import Optimiser
 from l2lopt.optimisers.coordinatewise import Coordinatewise, coordinatewise
-from l2lopt.optimisers.hand_designed import SGD, AdamW, Momentum, adam
+from l2lopt.optimisers.hand_designed import SGD, AdamW, Lion, Momentum, NAdamW, adam
 from l2lopt.optimisers.inputs import INPUTS, Input
 from l2lopt.optimisers.muon import Muon
 from l2lopt.optimisers.normalised_adam import NormalisedAdam
@@ -45,7 +45,9 @@ HAND_DESIGNED: Mapping[str, Callable[..., Optimiser]] = {
     "momentum": Momentum,
     "adam": adam,
     "adamw": AdamW,
+    "lion": Lion,
     "muon": Muon,
+    "nadamw": NAdamW,
     "normalised-adam": NormalisedAdam,
     "normalised-muon": NormalisedMuon,
 }
@@ -80,8 +82,10 @@ __all__ = [
     "AdamW",
     "Coordinatewise",
     "Input",
+    "Lion",
     "Momentum",
     "Muon",
+    "NAdamW",
     "NormalisedAdam",
     "NormalisedMuon",
     "Optimiser",

@@ -1,7 +1,11 @@
-"""Hand-designed optimisers: gradient descent, momentum, Adam, AdamW. Each equals its namesake in `torch.optim`."""
+"""Hand-designed optimisers: gradient descent, momentum, Adam, AdamW, NAdamW, Lion.
+
+Each but Lion, which PyTorch does not have, equals its namesake in `torch.optim`.
+"""
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from l2lopt.core.errors import UserError, at_least_0
@@ -130,6 +134,105 @@ class AdamW(Optimiser):
 def adam(lr: Rate, betas: Sequence[float] = (0.9, 0.999), eps: float = 1e-8) -> AdamW:
     """Adam: `AdamW` without decay and at a constant rate. Equals `torch.optim.Adam`."""
     return AdamW(lr, betas, eps, weight_decay=0.0)
+
+
+class NAdamW(Optimiser):
+    """Adam with Nesterov's momentum and decoupled weight decay. Dozat 2016; `torch.optim.NAdam`.
+
+    μ_t = β₁ (1 − ½·0.96^(ψ t)), M_t = μ₁ ⋯ μ_t; m' = β₁ m + (1 − β₁) g; v' = β₂ v + (1 − β₂) g²;
+    u = −η ([μ_{t+1} m' / (1 − M_{t+1}) + (1 − μ_t) g / (1 − M_t)] / (√v̂ + ε) + λ θ) with v̂ = v' / (1 − β₂ᵗ).
+
+    Equals `torch.optim.NAdam(decoupled_weight_decay=True)`.
+
+    Args:
+        lr: η > 0.
+        betas: (β₁, β₂), each in [0, 1).
+        eps: ε ≥ 0.
+        weight_decay: λ ≥ 0.
+        momentum_decay: ψ ≥ 0.
+
+    Raises:
+        UserError: For a value out of its range.
+    """
+
+    def __init__(
+        self,
+        lr: Rate,
+        betas: Sequence[float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        momentum_decay: float = 0.004,
+    ) -> None:
+        super().__init__()
+        self.lr, self.eps = check_rate(lr), eps
+        self.beta1, self.beta2 = check_decays("nadamw: betas", betas)
+        self.weight_decay, self.momentum_decay = weight_decay, momentum_decay
+        at_least_0("nadamw", eps=eps, weight_decay=weight_decay, momentum_decay=momentum_decay)
+
+    def init(
+        self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None, total_steps: int | None = None
+    ) -> OptimiserState:
+        """The state m = v = 0 and the product M = 1."""
+        state = no_moments(layout, batch, like)
+        product = torch.ones((), dtype=torch.float64, device=state.coordinates["m"].device)
+        return state._replace(shared={**state.shared, "momentum_product": product})
+
+    def update(
+        self, grads: Tensor, state: OptimiserState, params: Tensor, *, loss: Tensor | None = None
+    ) -> tuple[Tensor, OptimiserState]:
+        """−η ([…] / (√v̂ + ε) + λ θ)."""
+        step = state.shared["step"] + 1
+        m = self.beta1 * state.coordinates["m"] + (1 - self.beta1) * grads
+        v = self.beta2 * state.coordinates["v"] + (1 - self.beta2) * grads.square()
+        now, after = self._momentum(step), self._momentum(step + 1)
+        product = state.shared["momentum_product"] * now
+        ahead = (after / (1 - product * after)).to(grads.dtype) * m
+        root = bias_corrected(v, self.beta2, step).sqrt() + self.eps
+        direction = (ahead + ((1 - now) / (1 - product)).to(grads.dtype) * grads) / root + self.weight_decay * params
+        shared = {"step": step, "momentum_product": product}
+        return -per_row(self.lr, grads) * direction, state._replace(coordinates={"m": m, "v": v}, shared=shared)
+
+    def _momentum(self, step: Tensor) -> Tensor:
+        """μ_t, float64."""
+        return self.beta1 * (1 - 0.5 * 0.96 ** (self.momentum_decay * step.double()))
+
+
+class Lion(Optimiser):
+    """The sign of a momentum, with decoupled weight decay. Chen et al. 2023, arXiv:2302.06675.
+
+    u = −η (sign(β₁ m + (1 − β₁) g) + λ θ); m' = β₂ m + (1 − β₂) g.
+
+    Its rates are some 3 to 10 times smaller than AdamW's and its decay larger by as much.
+
+    Args:
+        lr: η > 0.
+        betas: (β₁, β₂), each in [0, 1).
+        weight_decay: λ ≥ 0.
+
+    Raises:
+        UserError: For a value out of its range.
+    """
+
+    def __init__(self, lr: Rate, betas: Sequence[float] = (0.9, 0.99), weight_decay: float = 0.0) -> None:
+        super().__init__()
+        self.lr, self.weight_decay = check_rate(lr), weight_decay
+        self.beta1, self.beta2 = check_decays("lion: betas", betas)
+        at_least_0("lion", weight_decay=weight_decay)
+
+    def init(
+        self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None, total_steps: int | None = None
+    ) -> OptimiserState:
+        """The state m = 0."""
+        return OptimiserState(layout, {"m": zeros(layout, batch, like)}, {}, {})
+
+    def update(
+        self, grads: Tensor, state: OptimiserState, params: Tensor, *, loss: Tensor | None = None
+    ) -> tuple[Tensor, OptimiserState]:
+        """−η (sign(β₁ m + (1 − β₁) g) + λ θ)."""
+        m = state.coordinates["m"]
+        direction = (self.beta1 * m + (1 - self.beta1) * grads).sign() + self.weight_decay * params
+        m = self.beta2 * m + (1 - self.beta2) * grads
+        return -per_row(self.lr, grads) * direction, state._replace(coordinates={"m": m})
 
 
 def bias_corrected(mean: Tensor, beta: float, step: Tensor) -> Tensor:

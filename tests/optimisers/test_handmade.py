@@ -1,5 +1,7 @@
 """The hand-designed optimisers against their namesakes in `torch.optim`."""
 
+import math
+from contextlib import contextmanager
 from functools import partial
 from itertools import product
 from typing import get_args
@@ -13,7 +15,7 @@ from implementations import normal
 from l2lopt import optimisers
 from l2lopt.core.errors import UserError
 from l2lopt.core.layout import Layout
-from l2lopt.optimisers import SGD, AdamW, Momentum, Scheduled, adam, scheduled
+from l2lopt.optimisers import SGD, AdamW, Lion, Momentum, NAdamW, Scheduled, adam, scheduled
 from l2lopt.optimisers.schedules import Schedule, warm_up_cosine, warm_up_then
 
 RATE = 0.02
@@ -23,6 +25,7 @@ NAMESAKES = {
     "nesterov": (Momentum, torch.optim.SGD, {"momentum": 0.9, "nesterov": True}, None),
     "adam": (adam, torch.optim.Adam, {"betas": (0.8, 0.99), "eps": 1e-6}, None),
     "adamw": (AdamW, torch.optim.AdamW, {"weight_decay": 0.2}, None),
+    "nadamw": (NAdamW, partial(torch.optim.NAdam, decoupled_weight_decay=True), {"weight_decay": 0.2}, None),
     "adamw with warm-up": (AdamW, torch.optim.AdamW, {}, {"warm_up": 10, "total": None}),
     "adamw with warm-up and cosine": (AdamW, torch.optim.AdamW, {}, {"warm_up": 10, "total": 180}),
 }
@@ -52,6 +55,21 @@ def ours(optimiser, steps, theta, gradient=gradient, batch=()):
 
 def theirs(kind, options, schedule, steps, dtype, gradient=gradient):
     params = {name: torch.nn.Parameter(value) for name, value in start(dtype).items()}
+    with default_dtype(dtype):  # of NAdam's product of momenta
+        return _theirs(params, kind, options, schedule, steps, gradient)
+
+
+@contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _theirs(params, kind, options, schedule, steps, gradient):
     optimiser = kind(params.values(), lr=RATE, **options)
     if not callable(schedule):
         schedule = partial(oracles.warm_up_cosine, **schedule) if schedule else lambda step: 1.0
@@ -97,6 +115,20 @@ def test_a_rate_per_row_is_separate_runs(name):
     rows = ours(make(torch.tensor(rates, dtype=torch.float64), **options), 20, theta.expand(3, 10), batch=(3,))
     for row, rate in enumerate(rates):
         laws.assert_close(rows[:, row], ours(make(rate, **options), 20, theta))
+
+
+def test_lion_is_its_formula():
+    """Coordinate by coordinate, as the authors' program does it: decay first, then the sign, then the mean."""
+    theta, m, trail = normal(10).tolist(), [0.0] * 10, []
+    for step in range(50):
+        grads = gradient(torch.tensor(theta, dtype=torch.float64), step).tolist()
+        for k, g in enumerate(grads):
+            theta[k] *= 1 - 0.01 * 0.3
+            theta[k] -= 0.01 * math.copysign(1.0, 0.8 * m[k] + 0.2 * g)
+            m[k] = 0.95 * m[k] + 0.05 * g
+        trail.append(list(theta))
+    found = ours(Lion(0.01, (0.8, 0.95), 0.3), 50, normal(10))
+    laws.assert_close(found, torch.tensor(trail, dtype=torch.float64))
 
 
 @pytest.mark.parametrize(("warm_up", "total"), [(0, None), (7, None), (0, 30), (7, 30), (1, 2)])
@@ -182,6 +214,8 @@ def test_a_scheduled_optimiser_is_built_by_name_and_knows_it():
         lambda: adam(0.1, eps=-1e-8),
         lambda: AdamW(0.1, weight_decay=-1.0),
         lambda: AdamW(0.1, warm_up=5, total=4),
+        lambda: NAdamW(0.1, momentum_decay=-1.0),
+        lambda: Lion(0.1, betas=(0.9, 1.0)),
     ],
     ids=[
         "warm-up",
@@ -198,6 +232,8 @@ def test_a_scheduled_optimiser_is_built_by_name_and_knows_it():
         "eps",
         "decay",
         "total",
+        "momentum decay",
+        "lion",
     ],
 )
 def test_values_out_of_range_are_refused(build):
