@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from activities import LEFT_OUT, some_windows
-from doubles import FactoredMoments, Orthogonalised, Steered
+from doubles import FactoredMoments, Steered
 from PIL import Image
 from torch import Tensor, nn
 
@@ -217,10 +217,7 @@ def crossed(table: Any, *axes: Any) -> list[Any]:
 
 def orthogonalised_input() -> optimisers.Optimiser:
     """A coordinatewise rule that has the orthogonalised momentum among its inputs."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        network, items = cells.build("lstm", 3, 3), {"orthogonalised": Orthogonalised(), "rnnprop": inputs.RNNprop()}
-        return seeded(optimisers.Coordinatewise(items, network, rules.DirectionAndMagnitude()))
+    return learned("direction-and-magnitude", inputs=["orthogonalised", "rnnprop"])
 
 
 DOUBLES = {

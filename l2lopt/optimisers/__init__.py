@@ -7,6 +7,7 @@ from l2lopt.core import registry
 from l2lopt.core.registry import Choice
 from l2lopt.optimisers.base import Optimiser
 from l2lopt.optimisers.coordinatewise import Coordinatewise, coordinatewise
+from l2lopt.optimisers.directions import DIRECTIONS
 from l2lopt.optimisers.hand_designed import SGD, AdamW, Lion, Momentum, NAdamW, adam
 from l2lopt.optimisers.inputs import INPUTS, Input
 from l2lopt.optimisers.muon import Muon
@@ -71,6 +72,7 @@ def build(choice: Choice, table: Mapping[str, Callable[..., Optimiser]] = OPTIMI
 
 
 __all__ = [
+    "DIRECTIONS",
     "HAND_DESIGNED",
     "INPUTS",
     "LEARNED",

@@ -18,8 +18,12 @@ from l2lopt.core.registry import Choice
 from l2lopt.core.seeding import seeded
 from l2lopt.core.types import OptimiserState
 from l2lopt.optimisers.base import Optimiser, zero_step, zeros
+from l2lopt.optimisers.directions import DIRECTIONS
 from l2lopt.optimisers.inputs import INPUTS, Input, Loss, StepInputs
 from l2lopt.optimisers.rules import RULES, UpdateRule
+
+SEEN = {**INPUTS, **DIRECTIONS}
+"""All that a rule can be given to see."""
 
 
 class Coordinatewise(Optimiser):
@@ -44,7 +48,7 @@ class Coordinatewise(Optimiser):
             found = ", ".join(inputs) or "none"
             raise UserError("inputs", expected=f"{', '.join(missing)} for this rule", found=found, remedy="add it")
         if not inputs:
-            raise UserError("inputs", expected="at least one", found="none", remedy=f"choose from {', '.join(INPUTS)}")
+            raise UserError("inputs", expected="at least one", found="none", remedy=f"choose from {', '.join(SEEN)}")
         self.inputs = nn.ModuleDict(inputs)
         self.embedding = nn.Linear(sum(item.size for item in inputs.values()), cell.input_size)
         self.cell = cell
@@ -113,7 +117,7 @@ def coordinatewise(
     """A coordinatewise optimiser from choices by name.
 
     Args:
-        inputs: Any of `inputs.INPUTS`.
+        inputs: Any of `inputs.INPUTS` and `directions.DIRECTIONS`.
         cell: Any of `cells.CELLS`.
         hidden_size: The cell's input and hidden size.
         rule: Any of `rules.RULES`.
@@ -127,7 +131,7 @@ def coordinatewise(
     with seeded(seed):
         built: dict[str, Any] = {
             # "module:Input" may hold dots, which a ModuleDict refuses in a key
-            name.replace(".", "/"): registry.build(INPUTS, "input", item)
+            name.replace(".", "/"): registry.build(SEEN, "input", item)
             for name, item in zip(names, inputs, strict=True)
         }
         network = cells.build(cell, hidden_size, hidden_size)

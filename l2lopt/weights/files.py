@@ -197,7 +197,7 @@ def _by_hand(optimiser: Optimiser) -> Any:
     """What an optimiser is, as far as it shows without a description."""
     state = optimiser.init(Layout(("one",), ((1,),)))
     tables: list[Mapping[str, Any]] = [optimisers.OPTIMISERS, optimisers.INPUTS, optimisers.RULES]
-    tables += [cells.CELLS, cells.CORES]
+    tables += [optimisers.DIRECTIONS, cells.CELLS, cells.CORES]
     names = {entry: name for table in tables for name, entry in table.items() if isinstance(entry, type)}
     parts = [(names.get(type(part)) or _class(part), list(_options(part).values())) for part in optimiser.modules()]
     return [sorted(state.coordinates), sorted(state.shared), parts]

@@ -147,8 +147,9 @@ def test_the_description_builds_it_again(name, options):
     assert optimiser.description == {"name": name, **options}
 
 
-def test_every_input_has_its_name():
-    assert list(coordinatewise(list(INPUTS)).inputs) == list(INPUTS)
+def test_every_input_and_direction_has_its_name():
+    names = [*INPUTS, *optimisers.DIRECTIONS]
+    assert list(coordinatewise(names).inputs) == names
 
 
 def test_first_updates_are_small():

@@ -163,6 +163,10 @@ DIGESTS = {
     "adam": "2:f3d90d69418fd611",
     "adamw": "2:b8653914b4033c14",
     "normalised-adam": "2:f56b6cbe1fd982c8",
+    "muon": "2:b5361875cd81fb95",
+    "nadamw": "2:1418ab4d1b17ed61",
+    "lion": "2:ad1aa2257e2ce7af",
+    "normalised-muon": "2:f29d7e14c7edd5a1",
 }
 
 
