@@ -69,7 +69,7 @@ class Differentiable(Base):  # type: ignore[misc]  # higher has no types
         present = [grad is not None for grad in grads]
         others = [param for other in self.param_groups if other is not group for param in other["params"]]
         # Of the whole group: a bias's matrix, or an embedding's head, may lie in another vector.
-        facts = list(zip(fan_ins_of(group["params"], others), roles_of(group), strict=True))
+        facts = list(zip(fan_ins_of(group, others), roles_of(group), strict=True))
         for number, indices in partition(group["params"], numbers, present):
             moved = self._update_vector(group, indices, states, [grads[index] for index in indices], facts)
             for index, param in zip(indices, moved, strict=True):

@@ -19,7 +19,7 @@ from l2lopt.torch_optim import sharding
 from l2lopt.torch_optim.differentiable import Differentiable, higher
 from l2lopt.torch_optim.flat_vectors import FlatVector, compute_dtype
 from l2lopt.torch_optim.options import check_gradients, check_options, steps_of
-from l2lopt.torch_optim.parameter_groups import parameter_groups, roles_of
+from l2lopt.torch_optim.parameter_groups import each_of, parameter_groups, roles_of
 from l2lopt.torch_optim.partition import vectors_of
 from l2lopt.torch_optim.state_check import check_rules, check_shapes
 from l2lopt.torch_optim.state_dict import restore
@@ -94,6 +94,8 @@ class LearnedOptimizer(torch.optim.Optimizer):
             by names and shapes. See `core.kinds`.
         split: Number of matrices that are stacked along a parameter's first axis, such as 3 for attention's queries,
             keys and values in one; or a list with one for each; None tells by names and shapes.
+        fan_in: Number of inputs of a parameter, to whose root relative steps are inverse; or a list with one for each;
+            None tells by shapes, a bias's from the matrix before it.
 
     Raises:
         UserError: A file is missing, damaged or foreign, or an option is out of its range.
@@ -112,13 +114,14 @@ class LearnedOptimizer(torch.optim.Optimizer):
         steps: int | None = None,
         kind: str | list[str] | None = None,
         split: int | list[int] | None = None,
+        fan_in: int | list[int] | None = None,
     ) -> None:
         self._rules: dict[str, Optimiser] = {}
         options = {"lr": lr, "weight_decay": weight_decay, "max_update": max_update}
         rules = {"weights": self._rule_id(weights), "fallback": self._fallback_id(fallback)}
         progress = {"first_loss": None, "fallen_back": False}
         torchs = {"capturable": capturable, "differentiable": False}  # torch.optim adds the second on loading
-        about = {"state_dtype": state_dtype, "steps": steps, "kind": kind, "split": split}
+        about = {"state_dtype": state_dtype, "steps": steps, "kind": kind, "split": split, "fan_in": fan_in}
         self._clear_cache()
         given = parameter_groups(params) if isinstance(params, nn.Module) else params
         super().__init__(given, options | rules | progress | about | torchs)
@@ -137,7 +140,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
             check_rules(group, saved, self._rules, state["state"])
             check_shapes(group, self._rules, state["state"])
             saved["steps"] = steps_of(group, saved)
-            for name in ("kind", "split"):
+            for name in ("kind", "split", "fan_in"):
                 saved.setdefault(name, group[name])
         super().__setstate__(state)
         for group, (key, value) in product(self.param_groups, self.defaults.items()):
@@ -159,7 +162,8 @@ class LearnedOptimizer(torch.optim.Optimizer):
             group["fallback"] = None
         check_options(group)
         super().add_param_group(group)
-        roles_of(self.param_groups[-1])  # refuses what they cannot be
+        added = self.param_groups[-1]
+        roles_of(added), each_of("fan_in", added, len(added["params"]))  # refuse what they cannot be
 
     def step(  # type: ignore[override]  # torch.optim has no loss
         self, closure: Callable[[], Tensor] | None = None, *, loss: Tensor | float | None = None

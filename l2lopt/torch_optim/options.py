@@ -41,6 +41,10 @@ def check_options(group: Mapping[str, Any]) -> None:
     if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
         expected, remedy = "a whole number above 0, or None", "give the number of steps of the run"
         raise UserError("LearnedOptimizer: steps", expected=expected, found=repr(steps), remedy=remedy)
+    for fan_in in group["fan_in"] if isinstance(group["fan_in"], list | tuple) else [group["fan_in"]]:
+        if fan_in is not None and (not isinstance(fan_in, int) or isinstance(fan_in, bool) or fan_in < 1):
+            expected, remedy = "a whole number above 0, or None", "give the number of inputs"
+            raise UserError("LearnedOptimizer: fan_in", expected=expected, found=repr(fan_in), remedy=remedy)
     for name, remedy in _REFUSED.items():
         if group.get(name):
             raise UserError(f"LearnedOptimizer: {name}", expected="False", found="True", remedy=remedy)

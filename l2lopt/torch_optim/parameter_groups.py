@@ -8,13 +8,14 @@ from torch import nn
 
 from l2lopt.core.errors import UserError
 from l2lopt.core.kinds import Role, check_kind, check_split, roles, roles_in
+from l2lopt.core.layout import Layout
 from l2lopt.torch_optim.options import names_of
 
 Each: TypeAlias = Any
 """A value for all parameters of a group, a list with a value for each, or None."""
 
 
-def parameter_groups(module: nn.Module) -> list[dict[str, Any]]:
+def parameter_groups(module: nn.Module, *, by_role: bool = False) -> list[dict[str, Any]]:
     """The trainable parameters of a module as one group, with the kind of each and the matrices stacked in it.
 
     `LearnedOptimizer(module, …)` asks for it. Ask for it yourself to set options of some parameters: a group may be cut
@@ -33,15 +34,26 @@ def parameter_groups(module: nn.Module) -> list[dict[str, Any]]:
 
     Args:
         module: Module to train.
+        by_role: Whether parameters of one kind, split and fan-in make a group each, without names and with single
+            values as options: for `ZeroRedundancyOptimizer`, which shares a group's parameters out to the processes.
     """
     known = roles_in(module)
     trainable = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
+    if not by_role:
+        return [
+            {
+                "params": trainable,
+                "kind": [known[name].kind for name, _ in trainable],
+                "split": [known[name].split for name, _ in trainable],
+            }
+        ]
+    groups: dict[tuple[Role, int], list[nn.Parameter]] = {}
+    fan_ins = Layout.of(dict(trainable)).fan_ins
+    for (name, param), fan_in in zip(trainable, fan_ins, strict=True):
+        groups.setdefault((known[name], max(fan_in, 1)), []).append(param)
     return [
-        {
-            "params": trainable,
-            "kind": [known[name].kind for name, _ in trainable],
-            "split": [known[name].split for name, _ in trainable],
-        }
+        {"params": params, "kind": role.kind, "split": role.split, "fan_in": fan_in}
+        for (role, fan_in), params in groups.items()
     ]
 
 
@@ -73,14 +85,14 @@ def roles_of(group: Mapping[str, Any]) -> tuple[Role, ...]:
     """
     names, shapes = names_of(group), [tuple(param.shape) for param in group["params"]]
     found = []
-    given = zip(_each("kind", group, len(names)), _each("split", group, len(names)), strict=True)
+    given = zip(each_of("kind", group, len(names)), each_of("split", group, len(names)), strict=True)
     for name, shape, role, (kind, split) in zip(names, shapes, roles(names, shapes), given, strict=True):
         chosen = role if kind is None else Role(check_kind(f"parameter {name!r}", kind))
         found.append(chosen if split is None else chosen._replace(split=check_split(name, shape, split)))
     return tuple(found)
 
 
-def _each(option: str, group: Mapping[str, Any], count: int) -> Sequence[Each]:
+def each_of(option: str, group: Mapping[str, Any], count: int) -> Sequence[Each]:
     """An option's value for each of a group's `count` parameters."""
     value = group[option]
     if not isinstance(value, list | tuple):

@@ -16,7 +16,7 @@ from l2lopt.core.layout import Layout
 from l2lopt.torch_optim import sharding
 from l2lopt.torch_optim.flat_vectors import FlatVector
 from l2lopt.torch_optim.options import names_of
-from l2lopt.torch_optim.parameter_groups import roles_of
+from l2lopt.torch_optim.parameter_groups import each_of, roles_of
 
 
 def partition(
@@ -85,7 +85,7 @@ def vectors_of(
         chosen, states = [params[index] for index in indices], [state[params[index]] for index in indices]
         if number not in vectors or not vectors[number].is_current(chosen, states, group["steps"]):
             # Of the whole group: a bias's matrix, or an embedding's head, may lie in another vector.
-            fan_ins, roles = fan_ins_of(params, others), roles_of(group)
+            fan_ins, roles = fan_ins_of(group, others), roles_of(group)
             named = dict(zip([names[index] for index in indices], chosen, strict=True))
             vectors[number] = FlatVector(
                 named,
@@ -112,16 +112,18 @@ def _detach(states: Iterable[dict[str, Any]]) -> None:
         state.update(pytree.tree_map_only(Tensor, torch.clone, state))
 
 
-def fan_ins_of(params: Sequence[Tensor], others: Iterable[Tensor]) -> tuple[int, ...]:
-    """`Layout.fan_ins` of a group's parameters.
+def fan_ins_of(group: Mapping[str, Any], others: Iterable[Tensor]) -> tuple[int, ...]:
+    """`Layout.fan_ins` of a group's parameters: its option "fan_in", and what shapes tell where it says nothing.
 
     A vector with no matrix before it in its group, such as a bias in a group of biases, takes the fan-in of the first
     matrix among `others` with as many outputs as the vector has numbers.
     """
+    params = group["params"]
     found = list(Layout.of({str(index): param for index, param in enumerate(params)}).fan_ins)
     matrices = [other for other in others if other.dim() > 1]
     for index, param in enumerate(params):
         if param.dim() > 1:
             break
         found[index] = next((prod(m.shape[1:]) for m in matrices if len(m) == param.numel()), found[index])
-    return tuple(max(fan_in, 1) for fan_in in found)
+    given = each_of("fan_in", group, len(params))
+    return tuple(max(shown, 1) if told is None else told for shown, told in zip(found, given, strict=True))

@@ -1,5 +1,6 @@
 """A module's parameters, their kinds, and a run's length, as `LearnedOptimizer` is told of them."""
 
+import math
 from copy import deepcopy
 
 import pytest
@@ -12,7 +13,7 @@ import l2lopt
 from l2lopt import LearnedOptimizer, UserError, optimisers
 from l2lopt.core.kinds import Role
 from l2lopt.core.layout import Layout
-from l2lopt.torch_optim.parameter_groups import inform, roles_of
+from l2lopt.torch_optim.parameter_groups import inform, parameter_groups, roles_of
 
 
 def model_of(seed=0):
@@ -70,6 +71,9 @@ def test_a_groups_own_word_counts_and_all_else_is_told_by_names_and_shapes():
         ({"kind": "matrx"}, "did you mean 'matrix'"),
         ({"kind": ["matrix", "vector"]}, "kind: expected one value, or a list of 1"),
         ({"split": 4}, "split: expected a divisor of 6"),
+        ({"fan_in": [3, 4]}, "fan_in: expected one value, or a list of 1"),
+        ({"fan_in": 0}, "fan_in: expected a whole number above 0, or None, found 0"),
+        ({"fan_in": True}, "fan_in: expected a whole number above 0, or None, found True"),
         ({"steps": 0}, "steps: expected a whole number above 0, or None, found 0"),
         ({"steps": 2.5}, "steps: expected a whole number"),
     ],
@@ -77,6 +81,31 @@ def test_a_groups_own_word_counts_and_all_else_is_told_by_names_and_shapes():
 def test_what_cannot_be_is_refused(options, message):
     with pytest.raises(UserError, match=message):
         LearnedOptimizer([("w", nn.Parameter(normal(6, 3)))], "normalised-muon", **options)
+
+
+def test_a_fan_in_of_its_own_counts():
+    """A relative step of size lr/√fan-in, of a bias without its matrix."""
+    for fan_in, expected in ((None, 0.1 / math.sqrt(6)), (25, 0.02), ([4], 0.05)):
+        bias = nn.Parameter(torch.zeros(6, dtype=torch.float64))
+        bias.grad = normal(6)
+        LearnedOptimizer([bias], {"name": "normalised-adam", "lr": 0.1, "weight_decay": 0.0}, fan_in=fan_in).step()
+        assert float(bias.detach().square().mean().sqrt()) == pytest.approx(expected)
+
+
+def test_groups_by_role_step_as_one_group_does():
+    """Also where they are shared out: each by itself, in any order."""
+    one, two = model_of(), model_of()
+    groups = parameter_groups(two, by_role=True)
+    assert all(isinstance(group[name], str | int) for group in groups for name in ("kind", "split", "fan_in"))
+    apart = [LearnedOptimizer([group], "normalised-muon", steps=6) for group in reversed(groups)]
+    whole = LearnedOptimizer(one, "normalised-muon", steps=6)
+    for step in range(6):
+        descend(one, whole, [step])
+        for param, other in zip(two.parameters(), one.parameters(), strict=True):
+            param.grad = other.grad
+        for optimizer in apart:
+            optimizer.step()
+    torch.testing.assert_close(parameters(two), parameters(one), rtol=0, atol=1e-14)
 
 
 def test_a_resumed_run_is_the_whole_one_to_the_bit():

@@ -12,7 +12,7 @@ from implementations import DOUBLES, OPTIMISERS, normal
 from torch import distributed, nn
 from torch.utils import _pytree as pytree
 
-from l2lopt import LearnedOptimizer, UserError, optimisers
+from l2lopt import LearnedOptimizer, UserError, optimisers, parameter_groups
 from l2lopt.torch_optim import sharding
 
 EVERY = OPTIMISERS | DOUBLES
@@ -125,6 +125,30 @@ def test_fifty_steps_give_one_processs_parameters(made, rule):
 @crossed(unmarked=[("DDP", RECIPE)])
 def test_a_step_in_float32_gives_one_processs_parameters(made, rule):
     processes.run(one_process, 2, made, rule, torch.float32, 1, 1e-6)
+
+
+def zero_redundancy(rank, rule):
+    """Each process steps some of the parameters: of one of them there is the state in one process alone."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    alone, together = model_of(), nn.parallel.DistributedDataParallel(model_of())
+    rule = EVERY[rule]().double()
+    descend(alone, LearnedOptimizer(alone, rule, steps=20), range(20), alone=True)
+    groups = parameter_groups(together.module, by_role=True)
+    optimizer = ZeroRedundancyOptimizer(groups, LearnedOptimizer, weights=rule, steps=20)
+    descend(together, optimizer, range(20))
+    assert_same_parameters(together, alone, 1e-7)
+    mine = {id(param) for param, state in optimizer.optim.state.items() if state}
+    assert 0 < len(mine) < 6
+
+
+@pytest.mark.parametrize(
+    "rule",
+    ["normalised-muon", *[pytest.param(name, marks=pytest.mark.slow) for name in RULES if name != "normalised-muon"]],
+)
+def test_zero_redundancy_gives_one_processs_parameters(rule):
+    """Of whole tensors: nothing has to be gathered."""
+    processes.run(zero_redundancy, 2, rule)
 
 
 def in_pieces(rank):
