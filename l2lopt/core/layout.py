@@ -21,7 +21,7 @@ from l2lopt.core.groupings import (
     SlicedGrouping,
     WholeGrouping,
 )
-from l2lopt.core.kinds import Role, as_roles, roles
+from l2lopt.core.kinds import Kind, Role, as_roles, roles
 
 Params: TypeAlias = dict[str, Tensor]
 """Named tensors: an optimisee's parameters θ or an optimiser's meta-parameters φ."""
@@ -122,7 +122,13 @@ class Layout:
         """The grouping called "tensors", "rows" or "columns"."""
         return {"tensors": self.tensors, "rows": self.rows, "columns": self.columns}[name]
 
-    def whole(self, name: str, function: Callable[[Tensor, "Layout"], Tensor], values: Tensor) -> Tensor:
+    def whole(
+        self,
+        name: str,
+        function: Callable[[Tensor, "Layout"], Tensor],
+        values: Tensor,
+        kind: Kind | None = None,
+    ) -> Tensor:
         """`function(values, self)` [..., n], for a function that needs the values of whole tensors.
 
         In a slice of the coordinates the recorded result takes its place, as a constant.
@@ -131,9 +137,10 @@ class Layout:
             name: Name under which the result is recorded.
             function: (values [..., n], layout) → [..., n]; an orthogonalised direction, for instance.
             values: Numbers per coordinate.
+            kind: Kind of the tensors that the function needs, if it gives 0 at all others; None where it needs all.
 
-        Of tensors that lie across processes every process gathers the values and computes all of the function; the
-        layout that it gets is then that of the whole tensors.
+        Of tensors that lie across processes every process gathers the values, of `kind` alone if it is given, and
+        computes all of the function; the layout that it gets is then that of these whole tensors.
 
         Raises:
             UserError: The layout is a slice that nothing is recorded for, or the tensors lie across processes that have
@@ -148,10 +155,19 @@ class Layout:
         if gather is None or part is None:
             expected, remedy = "whole tensors", "choose a rule whose coordinates meet in means only, or do not shard"
             raise UserError(name, expected=expected, found="tensors that lie across processes", remedy=remedy)
-        whole = Layout(self.names, self.shards.shapes, None, self.fan_ins, self.roles)
+        needed = [index for index, role in enumerate(self.roles) if kind in (None, role.kind)]
+        names, fan_ins = tuple(self.names[k] for k in needed), tuple(self.fan_ins[k] for k in needed)
+        shapes = tuple(self.shards.shapes[k] for k in needed)
+        whole = Layout(names, shapes, None, fan_ins, tuple(self.roles[k] for k in needed))
 
         def gathered(given: Tensor) -> Tensor:
-            return part(self.names, function(gather(self.names, given), whole))
+            if not needed:
+                return torch.zeros_like(given)
+            parts = self.split(given)
+            mine = torch.cat([parts[index] for index in needed], -1)
+            own = part(names, function(gather(names, mine), whole)).split([self.sizes[index] for index in needed], -1)
+            found = dict(zip(needed, own, strict=True))
+            return torch.cat([found[k] if k in found else torch.zeros_like(one) for k, one in enumerate(parts)], -1)
 
         return self.exchange.whole(name, gathered, values)
 

@@ -237,7 +237,7 @@ class Orthogonalised(Input):
         def function(values: Tensor, layout: Layout) -> Tensor:
             return orthogonalised(values, layout, self.coefficients, self.precision)
 
-        found, matrix = layout.whole("orthogonalised", function, nesterov), is_matrix(layout, nesterov)
+        found, matrix = layout.whole("orthogonalised", function, nesterov, "matrix"), is_matrix(layout, nesterov)
         return torch.where(matrix, found, adam[0])[None], {**after, "v": torch.where(matrix, 0.0, after["v"])}
 
 

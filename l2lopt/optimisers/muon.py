@@ -86,7 +86,7 @@ class Muon(Optimiser):
         def function(values: Tensor, layout: Layout) -> Tensor:
             return orthogonalised(values, layout, self.coefficients, self.precision)
 
-        turned = layout.whole("orthogonalised", function, beta1 * m + (1 - beta1) * grads)
+        turned = layout.whole("orthogonalised", function, beta1 * m + (1 - beta1) * grads, "matrix")
         sizes = self._each(self._scales(layout), layout, grads)
         adam = bias_corrected(m, self.beta1, step) / (bias_corrected(v, self.beta2, step).sqrt() + self.eps)
         direction = torch.where(matrix, sizes * turned, adam) + self.weight_decay * params

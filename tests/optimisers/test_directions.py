@@ -1,11 +1,14 @@
 """Directions against singular value decompositions, loops and `torch.optim`."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from implementations import normal, step_inputs
 
 from l2lopt.core import registry
 from l2lopt.core.errors import UserError
+from l2lopt.core.groupings import Shards
 from l2lopt.core.kinds import Role
 from l2lopt.core.layout import Layout
 from l2lopt.optimisers import directions
@@ -131,6 +134,25 @@ def test_precision_goes_by_the_matrix_alone():
 
 def test_no_tensors():
     assert orthogonalised(torch.zeros(2, 0), Layout((), ())).shape == (2, 0)
+
+
+def test_only_matrices_are_gathered_from_other_processes():
+    """Here from one process, which has all of every tensor."""
+    asked = []
+
+    def gather(names, values):
+        asked.append((tuple(names), len(values)))
+        return values
+
+    shards = Shards(LAYOUT.shapes, lambda sums: sums, gather=gather, part=lambda names, values: values)
+    cut, values = replace(LAYOUT, shards=shards), normal(LAYOUT.size)
+    found = cut.whole("orthogonalised", orthogonalised, values, "matrix")
+    assert torch.equal(found, orthogonalised(values, LAYOUT))
+    matrices = [k for k, role in enumerate(LAYOUT.roles) if role.kind == "matrix"]
+    assert asked == [(tuple(LAYOUT.names[k] for k in matrices), sum(LAYOUT.sizes[k] for k in matrices))]
+    vectors = replace(Layout.of({"bias": torch.zeros(4)}), shards=shards._replace(shapes=((4,),)))
+    assert not vectors.whole("orthogonalised", orthogonalised, values[:4], "matrix").any()
+    assert len(asked) == 1
 
 
 def stepped(direction, steps=4):
