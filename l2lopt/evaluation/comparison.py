@@ -61,6 +61,7 @@ class Evaluation:
         chosen: Optimiser → split → horizon → the run chosen for it, where there was something to choose.
         seconds: Optimiser → seconds of one inner step on one problem.
         warnings: Rates that are an end of their grid.
+        cut: Optimisers whose curves are made of several runs, one after another.
     """
 
     rows: list[Row]
@@ -68,6 +69,7 @@ class Evaluation:
     chosen: dict[str, Choices] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    cut: list[str] = field(default_factory=list)
 
 
 def evaluate(
@@ -133,6 +135,8 @@ def compare(runs: Mapping[str, OptimiserRun], horizons: Sequence[int]) -> Evalua
         result.warnings.extend(run.warnings)
         if run.chosen:
             result.chosen[name] = run.chosen
+        if run.cut:
+            result.cut.append(name)
         for split, by_step in run.losses.items():
             for step, losses in by_step.items():
                 for index, loss in enumerate(losses.tolist()):

@@ -52,6 +52,7 @@ class OptimiserRun:
         seconds: Time of one inner step on one problem.
         chosen: Runs that were chosen; empty where there was nothing to choose.
         warnings: Rates that are an end of their grid.
+        cut: Whether its curve is made of several runs, one after another.
     """
 
     kind: str
@@ -60,6 +61,7 @@ class OptimiserRun:
     seconds: float
     chosen: Choices = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    cut: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,11 +109,12 @@ def optimiser_run(contestant: Contestant, problems: Problems) -> OptimiserRun:
     horizons = problems.settings.checked_horizons()
     if len(contestant.rates) > 1:
         chosen = _tune(contestant, problems)
-        losses, first, seconds = _curve(contestant, chosen, problems)
-        return OptimiserRun(contestant.kind, losses, first, seconds, chosen, _edges(contestant, chosen))
+        made = _curve(contestant, chosen, problems)
+        return OptimiserRun(contestant.kind, *made, chosen, _edges(contestant, chosen), cut=len(horizons) > 1)
     lengths = {horizon: horizon if contestant.knows_end else horizons[-1] for horizon in horizons}
     as_it_is = {horizon: TunedRun(contestant.rates[0], length) for horizon, length in lengths.items()}
-    return OptimiserRun(contestant.kind, *_curve(contestant, dict.fromkeys(SPLITS, as_it_is), problems))
+    made = _curve(contestant, dict.fromkeys(SPLITS, as_it_is), problems)
+    return OptimiserRun(contestant.kind, *made, cut=contestant.knows_end and len(horizons) > 1)
 
 
 def check_heldout(optimisee: Optimisee, seed: int = 0) -> None:

@@ -202,7 +202,8 @@ def _mean_run(runs: Sequence[OptimiserRun]) -> OptimiserRun:
     first = torch.stack([run.first for run in runs]).mean(0)
     chosen = runs[0].chosen if len(runs) == 1 else {}  # every meta-seed has choices of its own
     warnings = list(dict.fromkeys(warning for run in runs for warning in run.warnings))
-    return OptimiserRun("learned", losses, first, fmean(run.seconds for run in runs), chosen, warnings)
+    cut = any(run.cut for run in runs)
+    return OptimiserRun("learned", losses, first, fmean(run.seconds for run in runs), chosen, warnings, cut)
 
 
 def _facts(compared: JobResult) -> dict[str, Any]:

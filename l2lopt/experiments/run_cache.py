@@ -70,7 +70,13 @@ def write_run(path: Path, work: Mapping[str, Any], run: OptimiserRun) -> None:
         run: Run.
     """
     losses = {split: {str(step): row.tolist() for step, row in steps.items()} for split, steps in run.losses.items()}
-    facts = {"kind": run.kind, "seconds": run.seconds, "warnings": run.warnings, "chosen": choice_facts(run.chosen)}
+    facts = {
+        "kind": run.kind,
+        "seconds": run.seconds,
+        "warnings": run.warnings,
+        "chosen": choice_facts(run.chosen),
+        "cut": run.cut,
+    }
     write_json(path, {"work": work, **facts, "first": run.first.tolist(), "losses": losses})
 
 
@@ -93,7 +99,8 @@ def read_run(path: Path, work: Mapping[str, Any]) -> OptimiserRun | None:
             split: {int(horizon): TunedRun(**tuned) for horizon, tuned in by_horizon.items()}
             for split, by_horizon in facts["chosen"].items()
         }
-        return OptimiserRun(facts["kind"], losses, _tensor(facts["first"]), facts["seconds"], chosen, facts["warnings"])
+        first, cut = _tensor(facts["first"]), facts.get("cut", bool(chosen))
+        return OptimiserRun(facts["kind"], losses, first, facts["seconds"], chosen, facts["warnings"], cut)
     except _UNREADABLE:
         return None
 

@@ -111,7 +111,7 @@ def meta_training_config(folder: Path, changes: Sequence[str]) -> Config:
 
 
 def evaluation_summary(path: Path) -> Mapping[str, Any]:
-    """The "table" and the "horizons" of an `evaluation.json`.
+    """The "table", the "horizons" and the "cut" curves of an `evaluation.json`.
 
     Raises:
         UserError: For a missing or damaged file.
@@ -120,7 +120,8 @@ def evaluation_summary(path: Path) -> Mapping[str, Any]:
     existing(path, "an evaluation's summary", remedy)
     try:
         read = json.loads(path.read_text(encoding="utf-8"))
-        return {"table": [dict(row) for row in read["table"]], "horizons": list(map(int, read["horizons"]))}
+        cut = None if "cut" not in read else list(map(str, read["cut"]))  # older files do not say it
+        return {"table": [dict(row) for row in read["table"]], "horizons": list(map(int, read["horizons"])), "cut": cut}
     except (ValueError, KeyError, TypeError):
         raise UserError(str(path), expected="an evaluation's summary", found="damage", remedy=remedy) from None
 
@@ -136,8 +137,9 @@ def draw_evaluation(folder: Path, title: str) -> list[Path]:
         UserError: For a missing or damaged file.
     """
     bands = figures.read(folder / "evaluation.csv")
-    breaks = evaluation_summary(folder / "evaluation.json")["horizons"]
-    return figures.loss_curves(bands, folder / "figures", title=title, breaks=breaks)
+    summary = evaluation_summary(folder / "evaluation.json")
+    cuts = {"breaks": summary["horizons"], "cut": summary["cut"]}
+    return figures.loss_curves(bands, folder / "figures", title=title, **cuts)
 
 
 def write_evaluation(folder: Path, result: Evaluation) -> None:
@@ -155,5 +157,6 @@ def write_evaluation(folder: Path, result: Evaluation) -> None:
         "chosen": {name: choice_facts(chosen) for name, chosen in result.chosen.items()},
         "seconds_per_step_and_seed": result.seconds,
         "warnings": result.warnings,
+        "cut": result.cut,
     }
     write_json(folder / "evaluation.json", summary)

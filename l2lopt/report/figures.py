@@ -84,7 +84,11 @@ def read_training(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 
 def loss_curves(
-    bands: Mapping[tuple[str, str, str], Band], folder: Path, title: str = "", breaks: Sequence[int] = ()
+    bands: Mapping[tuple[str, str, str], Band],
+    folder: Path,
+    title: str = "",
+    breaks: Sequence[int] = (),
+    cut: Collection[str] | None = None,
 ) -> list[Path]:
     """Draws training and test loss against the step, log axes, mean and 95 % band for each optimiser.
 
@@ -94,7 +98,8 @@ def loss_curves(
         bands: (optimiser, kind, split) → band, as `read` gives them.
         folder: Folder for `loss-curves.png` and `loss-curves.svg`.
         title: Line above the panels.
-        breaks: Steps after which a baseline's curve goes over to the run tuned for the next horizon; the line is cut.
+        breaks: Steps after which a curve of several runs goes over to that for the next horizon; the line is cut.
+        cut: Optimisers with such curves; by default the baselines.
     """
     splits = [split for split in ("train", "test") if any(key[2] == split for key in bands)]
     with plt.rc_context(STYLE):
@@ -102,7 +107,10 @@ def loss_curves(
             1, len(splits), figsize=(5.2 * len(splits), 4.2), squeeze=False, layout="constrained"
         )
         for panel, split in zip(axes[0], splits, strict=True):
-            _panel(panel, {key[:2]: band for key, band in bands.items() if key[2] == split}, breaks)
+            pieces = {
+                name: breaks if (kind == "baseline" if cut is None else name in cut) else () for name, kind, _ in bands
+            }
+            _panel(panel, {key[:2]: band for key, band in bands.items() if key[2] == split}, breaks, pieces)
             panel.set_title({"train": "training set", "test": "test set"}[split])
         axes[0][0].set_ylabel("mean loss, nats per sample")
         handles, labels = axes[0][0].get_legend_handles_labels()
@@ -151,15 +159,16 @@ def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
     return np.asarray((sums[ends] - sums[starts]) / (ends - starts))
 
 
-def _panel(panel: Axes, bands: Mapping[tuple[str, str], Band], breaks: Sequence[int]) -> None:
+def _panel(
+    panel: Axes, bands: Mapping[tuple[str, str], Band], breaks: Sequence[int], pieces: Mapping[str, Sequence[int]]
+) -> None:
     ordered = sorted(bands.items(), key=lambda item: item[0][1] != "learned")
     counts = {"learned": 0, "baseline": 0}
     for index, ((name, kind), band) in enumerate(ordered):
         palette = LEARNED if kind == "learned" else BASELINES
         colour = palette[counts[kind] % len(palette)]
         counts[kind] += 1
-        pieces = breaks if kind == "baseline" else ()
-        steps, mean, low, high = _cut(band, pieces)
+        steps, mean, low, high = _cut(band, pieces[name])
         panel.fill_between(steps, np.maximum(low, mean / 10), high, color=colour, alpha=0.18, linewidth=0)
         marks = range(index % 4, len(steps), max(1, len(steps) // 8))
         panel.plot(

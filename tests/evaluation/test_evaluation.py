@@ -166,6 +166,7 @@ def test_a_learned_optimiser_has_a_second_row_at_its_best_multiplier(quadratic):
         {h: run.rate for h, run in tuned.chosen["sgd"]["train"].items()}
     )
     assert "mine" not in result.chosen
+    assert result.cut == ["mine, multiplier tuned"]
     assert {row.kind for row in result.table} == {"learned"}
 
 
@@ -180,6 +181,7 @@ def test_an_optimiser_that_knows_its_end_runs_to_each_horizon(quadratic):
         for name in ("mine", "normalised-muon"):
             row = next(r for r in result.table if (r.optimiser, r.horizon, r.split) == (name, horizon, "train"))
             assert row.mean == pytest.approx(float(told.mean()), rel=1e-12)
+    assert result.cut == ["mine", "normalised-muon"]
 
 
 def test_runs_may_be_told_of_a_later_end(quadratic):

@@ -62,13 +62,26 @@ def test_a_baselines_line_is_cut_after_each_horizon():
     assert cut.mean[~np.isnan(cut.mean)].tolist() == [1, 10, 20, 100]
 
 
+@pytest.mark.parametrize(("cut", "expected"), [(None, ["sgd"]), (["mine"], ["mine"]), ([], [])])
+def test_the_lines_of_several_runs_are_cut_and_no_others(tmp_path, monkeypatch, cut, expected):
+    """Those of the baselines, where nobody says which they are."""
+    rows = [
+        f"{n},{k},0,{t},train,{1 / (t + 1)}\n" for n, k in (("mine", "learned"), ("sgd", "baseline")) for t in (0, 1, 9)
+    ]
+    seen = []
+    monkeypatch.setattr(figures, "_panel", lambda panel, bands, breaks, pieces: seen.append(pieces))
+    monkeypatch.setattr(figures, "write_figure", lambda figure, folder, name: figures.plt.close(figure))
+    figures.loss_curves(figures.read(written(tmp_path, HEADER + "".join(rows))), tmp_path, breaks=[1], cut=cut)
+    assert [name for name, steps in seen[0].items() if steps] == expected
+
+
 def test_a_curve_that_rises_above_the_first_loss_leaves_the_picture():
     def top(*curves, steps=(0, 1, 10)):
         bands = {
             (str(k), "learned"): figures.Band(np.array(steps), *[np.array(one)] * 3) for k, one in enumerate(curves)
         }
         figure, panel = figures.plt.subplots()
-        figures._panel(panel, bands, ())
+        figures._panel(panel, bands, (), {name: () for name, _ in bands})
         figures.plt.close(figure)
         return panel.get_ylim()[1]
 
