@@ -247,7 +247,8 @@ def init_rows(optimisee: Optimisee, seeds: Sequence[int]) -> tuple[Layout, Tenso
 
 def batch_rows(optimisee: Optimisee, split: Split, seeds: Sequence[int], step: int) -> Batch:
     """The batches of several runs at one step, a row for each seed."""
-    return stack([optimisee.batch(split, seed, step) for seed in seeds])
+    made = {seed: optimisee.batch(split, seed, step) for seed in dict.fromkeys(seeds)}
+    return stack([made[seed] for seed in seeds])
 
 
 def evaluate_rows(
@@ -258,14 +259,19 @@ def evaluate_rows(
     def loss(row: Tensor, aux: Aux, batch: Batch) -> Tensor:
         return optimisee.evaluate(layout.unravel(row), aux, batch)
 
+    rows_of = {seed: [row for row, other in enumerate(seeds) if other == seed] for seed in dict.fromkeys(seeds)}
     with torch.no_grad():
         total, samples = params.new_zeros(len(seeds)), 0
-        for parts in zip(*(optimisee.evaluation_batches(split, seed) for seed in seeds), strict=True):
+        for parts in zip(*(optimisee.evaluation_batches(split, seed) for seed in rows_of), strict=True):
             (first, count), *others = parts
             if all(batch is first for batch, _ in others):  # one data set for all: no copy per row
                 total += count * over_rows(lambda row, aux, batch=first: loss(row, aux, batch))(params, aux)
-            else:
+            elif len(rows_of) == len(seeds):
                 total += count * over_rows(loss)(params, aux, stack([batch for batch, _ in parts]))
+            else:  # several rows of each seed, as a grid of rates has: no copy per row either
+                for (batch, _), rows in zip(parts, rows_of.values(), strict=True):
+                    some = pytree.tree_map(lambda leaf, rows=rows: leaf[rows], (params, aux))
+                    total[rows] += count * over_rows(lambda row, aux, batch=batch: loss(row, aux, batch))(*some)
             samples += count
         return total / samples
 

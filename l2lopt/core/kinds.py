@@ -85,6 +85,10 @@ def roles_in(module: nn.Module) -> dict[str, Role]:
         # A linear layer that is called an embedding, of image patches for instance, is a matrix.
         if found[name_of[id(layer.weight)]].kind == "embedding":
             found[name_of[id(layer.weight)]] = _shaped(layer.weight.shape)
+    shared = {id(table.weight) for table in tables}
+    if any(id(layer.weight) in shared for layer in linear):
+        # The head is tied: what names and shapes took for one, a last matrix as wide as there are tokens, is none.
+        found |= {name: _shaped(parameters[name].shape) for name, role in found.items() if role.kind == "head"}
     heads = [layer.weight for layer in linear if layer.out_features in tokens]
     if heads:
         found[name_of[id(heads[-1])]] = Role("head")

@@ -131,16 +131,15 @@ class Layout:
     ) -> Tensor:
         """`function(values, self)` [..., n], for a function that needs the values of whole tensors.
 
-        In a slice of the coordinates the recorded result takes its place, as a constant.
+        In a slice of the coordinates the recorded result takes its place, as a constant. Of tensors that lie across
+        processes every process gathers the values, of `kind` alone if it is given, and computes all of the function;
+        the layout that it gets is then that of these whole tensors.
 
         Args:
             name: Name under which the result is recorded.
             function: (values [..., n], layout) → [..., n]; an orthogonalised direction, for instance.
             values: Numbers per coordinate.
             kind: Kind of the tensors that the function needs, if it gives 0 at all others; None where it needs all.
-
-        Of tensors that lie across processes every process gathers the values, of `kind` alone if it is given, and
-        computes all of the function; the layout that it gets is then that of these whole tensors.
 
         Raises:
             UserError: The layout is a slice that nothing is recorded for, or the tensors lie across processes that have

@@ -109,15 +109,22 @@ def evaluate(
     for baseline in settings.baselines:
         baseline.check(optimisee)  # before hours of work
     if any(len(contestant.rates) > 1 for contestant in entered):
-        check_heldout(optimisee)
+        check_heldout(optimisee, "evaluation")
     problems = Problems(optimisee, settings, seed, report)
     return compare({contestant.name: optimiser_run(contestant, problems) for contestant in entered}, horizons)
 
 
+def tunes(settings: EvaluationSettings, learned: bool = True) -> bool:
+    """Whether there are rates to choose from: of a baseline, or, if there are learned optimisers to tune, of theirs."""
+    return any(len(baseline.rates) > 1 for baseline in settings.baselines) or (
+        learned and len(settings.multipliers) > 1
+    )
+
+
 def rows_of(name: str, optimiser: Optimiser | OptimizerFactory, settings: EvaluationSettings) -> list[Contestant]:
-    """A learned optimiser as it is, and, if it is one of ours, at the best of `settings.multipliers`."""
+    """A learned optimiser as it is, and, if it is one of ours, at the best of several `settings.multipliers`."""
     rows = [contestants.learned(name, optimiser)]
-    if settings.multipliers and isinstance(optimiser, Optimiser):
+    if len(settings.multipliers) > 1 and isinstance(optimiser, Optimiser):
         rows.append(contestants.learned(contestants.tuned_name(name), optimiser, settings.multipliers))
     return rows
 

@@ -95,7 +95,7 @@ def run_free(
         report: Progress.
         stage: Name of the progress.
         fit: Split on whose batches the steps are made.
-        total_steps: Number of steps of the run that an optimiser is told which knows its end; by default those made.
+        total_steps: Number of steps of the run that an optimiser of ours is told; by default the last of `record`.
 
     Example:
         >>> import optimisees, torch

@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from l2lopt.core.errors import UserError
 from l2lopt.core.seeding import seed_of
 from l2lopt.core.types import Report, silent
 from l2lopt.evaluation.contestants import Contestant
@@ -18,8 +19,8 @@ ByStep: TypeAlias = dict[int, Tensor]
 """Step → the loss of each problem, [S]."""
 
 CHOSEN_ON: Mapping[Split, Split] = {"train": "inner", "test": "heldout"}
-"""Reported split → the split whose loss chooses the rate for it. Runs that are tuned train on "inner" alone, so that
-the samples of "heldout" are new to them and those of "test" are seen by nobody."""
+"""Reported split → the split whose loss chooses the rate for it. The runs of the tuning train on "inner" alone, so
+that the samples of "heldout" are new to them, and nobody sees those of "test"; the reported runs train on "train"."""
 
 
 class TunedRun(NamedTuple):
@@ -117,13 +118,24 @@ def optimiser_run(contestant: Contestant, problems: Problems) -> OptimiserRun:
     return OptimiserRun(contestant.kind, *made, cut=contestant.knows_end and len(horizons) > 1)
 
 
-def check_heldout(optimisee: Optimisee, seed: int = 0) -> None:
+def check_heldout(optimisee: Optimisee, where: str) -> None:
     """Refuses a problem on which no rate can be chosen, before hours of work.
+
+    Args:
+        optimisee: Problem.
+        where: Subject of the error.
 
     Raises:
         UserError: For a problem without held-out samples.
     """
-    next(iter(optimisee.evaluation_batches("heldout", seed)))
+    try:
+        next(iter(optimisee.evaluation_batches("heldout", 0)))
+    except UserError as error:
+        expected, remedy = (
+            "held-out samples to choose rates on",
+            "raise heldout, or give single rates and no multipliers",
+        )
+        raise UserError(where, expected=expected, found=error.found, remedy=remedy) from None
 
 
 def _run(

@@ -30,6 +30,9 @@ from l2lopt.storage import tensor_file
 from l2lopt.weights import files
 from optimisees import OPTIMISEES
 
+FORMAT = 2
+"""Number of what a free run is: raised when runs of equal settings become others, so that old ones are made anew."""
+
 
 class Problem(Settings):
     """A problem that the optimisers are meta-trained and compared on."""
@@ -128,8 +131,8 @@ def all_jobs(location: StudyLocation) -> Iterator[Job]:
             _fixed_optimiser(study.optimisers[index])
             for baseline in config.evaluation.baselines if index == 0 else ():
                 baseline.check(experiment.optimisee)
-            if index == 0:
-                check_heldout(experiment.optimisee)
+            if index == 0 and comparison.tunes(config.evaluation, any(one.tuned for one in study.optimisers)):
+                check_heldout(experiment.optimisee, f"{location.source}: {problem.label}")
             if (config.evaluation, config.optimisee) != (first.evaluation, first.optimisee):
                 where = f"{location.source}: {study.optimisers[index].label} on {problem.label}"
                 expected, remedy = (
@@ -190,7 +193,7 @@ def resolve(location: StudyLocation, job: Job) -> ResolvedJob:
     data = _fingerprint(json.dumps(config.optimisee, sort_keys=True), os.environ.get("L2LOPT_DATA"))
     depends = fingerprint(optimisee=config.optimisee, **data)
     asked = config.evaluation.model_dump(mode="json", exclude={"baselines", "multipliers"}, exclude_none=True)
-    work: dict[str, Any] = {"seed": study.seed, "evaluation": asked}
+    work: dict[str, Any] = {"format": FORMAT, "seed": study.seed, "evaluation": asked}
     if job.meta_seed is None:
         baseline = config.evaluation.baselines[job.optimiser].model_dump(mode="json")
         path = home / f"{slug(config.evaluation.baselines[job.optimiser].name)}.json"
@@ -204,7 +207,7 @@ def resolve(location: StudyLocation, job: Job) -> ResolvedJob:
     else:
         depends["rule"] = files.digest(given)
     paths, alike = [folder / "free-run.json"], depends | work
-    if multipliers := _settings_of(location, job).multipliers:
+    if len(multipliers := _settings_of(location, job).multipliers) > 1:
         paths.append(folder / "free-run-tuned.json")
         return ResolvedJob(config, paths, [alike, alike | {"multipliers": multipliers}], depends)
     return ResolvedJob(config, paths, [alike], depends)

@@ -124,16 +124,17 @@ def reproduce(
 
 
 def _check_names(location: StudyLocation) -> None:
-    """Refuses a learned optimiser with the name of a baseline."""
+    """Refuses two rows of a table with one name, or with names that lead to one file."""
     study = location.study
     for problem in range(len(study.problems)):
-        baselines = {
-            one.name for one in comparison_jobs.config_of(location, Job(problem, 0, None)).evaluation.baselines
-        }
-        for contender in study.optimisers:
-            if {contender.label, tuned_name(contender.label)} & baselines:
-                expected, remedy = "a label that no baseline has", "choose another"
-                raise UserError("study: optimisers", expected=expected, found=repr(contender.label), remedy=remedy)
+        settings = comparison_jobs.config_of(location, Job(problem, 0, None)).evaluation
+        names = [contender.label for contender in study.optimisers]
+        names += [tuned_name(one.label) for one in study.optimisers if one.tuned and len(settings.multipliers) > 1]
+        by_slug: dict[str, str] = {}
+        for name in [*names, *(baseline.name for baseline in settings.baselines)]:
+            if (other := by_slug.setdefault(slug(name), name)) is not name:
+                found, remedy = f"{other!r} and {name!r}", "add a label to one of them"
+                raise UserError("study: optimisers", expected="a name for each row", found=found, remedy=remedy)
 
 
 def _forecast(location: StudyLocation, planned: Sequence[Job], jobs: int) -> None:
@@ -157,7 +158,7 @@ def _planned_run(location: StudyLocation, job: Job) -> cost_forecast.PlannedRun:
     contender = location.study.optimisers[job.optimiser]
     resolved = comparison_jobs.resolve(location, job)
     share = 0.0 if contender.optimiser is not None else comparison_jobs.remaining_share(resolved)
-    return cost_forecast.PlannedRun(config, None, share, len(resolved.paths) > 1)
+    return cost_forecast.PlannedRun(config, None, share, len(resolved.paths) > 1, contender.optimiser)
 
 
 def _summary(location: StudyLocation) -> list[Path]:

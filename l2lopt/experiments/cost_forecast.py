@@ -10,8 +10,10 @@ import torch
 
 from l2lopt import kernels
 from l2lopt.core.layout import Layout, Params
+from l2lopt.core.registry import Choice
 from l2lopt.core.seeding import seed_of
 from l2lopt.core.types import Aux, Batch, Carry
+from l2lopt.evaluation.comparison import tunes
 from l2lopt.evaluation.contestants import Runner
 from l2lopt.evaluation.free_runs import record_steps, run_free
 from l2lopt.evaluation.settings import SPLITS, Baseline
@@ -32,12 +34,14 @@ class PlannedRun(NamedTuple):
         baseline: Baseline that runs; None for the learned optimiser.
         meta_training: Share of the meta-training before it that is still to be made, in [0, 1].
         tuned: Whether the learned optimiser has a second row, with its multiplier tuned.
+        given: Learned optimiser that takes part as it is; None for the config's.
     """
 
     config: Config
     baseline: Baseline | None
     meta_training: float = 0.0
     tuned: bool = False
+    given: Choice | None = None
 
 
 class Costs(NamedTuple):
@@ -45,12 +49,14 @@ class Costs(NamedTuple):
 
     Attributes:
         learned: A free step of one problem with the learned optimiser.
-        unrolled: A step of an unroll, its part of the meta-gradient included.
+        knows_end: Whether that optimiser has a run of its own for each horizon.
+        unrolled: A step of an unroll, its part of the meta-gradient included; 0 where nothing is meta-trained.
         evaluations: Split → an evaluation of one network on it.
         baselines: Name of a baseline → a free step of one problem with it.
     """
 
     learned: float
+    knows_end: bool
     unrolled: float
     evaluations: dict[Split, float]
     baselines: dict[str, float]
@@ -71,7 +77,7 @@ class Costs(NamedTuple):
         """The free runs of an evaluation, with `tuned` those of the second row as well."""
         multipliers = len(config.evaluation.multipliers) if tuned else 0
         rows = [1, multipliers] if multipliers else [1]
-        return sum(self._run(config, self.learned, count, False) for count in rows)
+        return sum(self._run(config, self.learned, count, self.knows_end) for count in rows)
 
     def baseline_run(self, config: Config, baseline: Baseline) -> float:
         """Tuning and free runs."""
@@ -79,19 +85,18 @@ class Costs(NamedTuple):
         return self._run(config, step, len(baseline.rates), knows_end)
 
     def _run(self, config: Config, step: float, rates: int, knows_end: bool) -> float:
-        """Tuning and free runs; a rate is taken to be the best everywhere, so that one run serves a schedule."""
+        """Tuning and free runs; a rate is taken to be the best everywhere, so that a run serves all it can."""
         settings, horizons = config.evaluation, config.evaluation.checked_horizons()
         lengths = horizons if knows_end else horizons[-1:]
-        each = sum(self.evaluations[split] for split in CHOSEN_ON.values())
-        tuned = sum(length * step + sum(horizon <= length for horizon in horizons) * each for length in lengths)
-        tuning = settings.tuning_seeds * rates * tuned if rates > 1 else 0.0
-        return tuning + self._reported(config, step)
-
-    def _reported(self, config: Config, step: float) -> float:
-        settings = config.evaluation
-        marks = record_steps(settings.steps, settings.checked_horizons())
-        each = settings.steps * step + len(marks) * sum(self.evaluations[split] for split in SPLITS)
-        return settings.seeds * each
+        tuning = 0.0
+        if rates > 1:
+            each = sum(self.evaluations[split] for split in CHOSEN_ON.values())
+            tuned = sum(length * step + sum(horizon <= length for horizon in horizons) * each for length in lengths)
+            tuning = settings.tuning_seeds * rates * tuned
+        each = sum(self.evaluations[split] for split in SPLITS)
+        marks = record_steps(settings.steps, horizons)
+        read = sum(sum(mark <= length for mark in marks) for length in lengths)
+        return tuning + settings.seeds * (sum(lengths) * step + read * each)
 
 
 def forecast(planned: Sequence[PlannedRun]) -> dict[str, float]:
@@ -105,12 +110,18 @@ def forecast(planned: Sequence[PlannedRun]) -> dict[str, float]:
     """
     by_recipe: dict[str, list[PlannedRun]] = {}
     for run in planned:  # meta-seeds cost the same
-        by_recipe.setdefault(run.config.model_dump_json(exclude={"seed", "label"}), []).append(run)
+        recipe = run.config.model_dump_json(exclude={"seed", "label"})
+        by_recipe.setdefault(f"{recipe} {run.given!r}", []).append(run)
     stages = dict.fromkeys(("meta-training", "free runs", "baselines"), 0.0)
     for runs in by_recipe.values():
         config = runs[0].config
         with cpu_threads(config.threads):
-            costs = measure_costs(build.build(config), [run.baseline for run in runs if run.baseline is not None])
+            experiment, given = build.build(config), runs[0].given
+            if given is not None:
+                rule = build.match_dtype(build.ready_optimiser(given), experiment.optimisees)
+                experiment = experiment._replace(optimiser=rule.to(build.device(config.device)))
+            baselines = [run.baseline for run in runs if run.baseline is not None]
+            costs = measure_costs(experiment, baselines, unrolls=any(run.meta_training for run in runs))
         for run in runs:
             if run.baseline is not None:
                 stages["baselines"] += costs.baseline_run(config, run.baseline)
@@ -120,12 +131,13 @@ def forecast(planned: Sequence[PlannedRun]) -> dict[str, float]:
     return stages
 
 
-def measure_costs(experiment: Experiment, baselines: Sequence[Baseline] = ()) -> Costs:
+def measure_costs(experiment: Experiment, baselines: Sequence[Baseline] = (), unrolls: bool = True) -> Costs:
     """Runs some steps of each kind on the first problem.
 
     Args:
         experiment: Experiment whose steps are timed.
         baselines: Baselines that are timed as well.
+        unrolls: Whether a step of an unroll is timed.
     """
     config, optimisee = experiment.config, experiment.optimisee
     settings = config.evaluation
@@ -137,14 +149,16 @@ def measure_costs(experiment: Experiment, baselines: Sequence[Baseline] = ()) ->
 
     params, aux = optimisee.init(seeds[0])
     evaluations = {}
-    for split in sorted({*SPLITS, *CHOSEN_ON.values(), config.validation.split}):
+    tuning = CHOSEN_ON.values() if tunes(settings) else ()
+    for split in sorted({*SPLITS, *tuning, config.validation.split}):
         parts = list(optimisee.evaluation_batches(split, seeds[0]))
         batch, count = parts[0]
         seconds = _seconds(partial(_evaluate, optimisee, params, aux, batch))
         evaluations[split] = seconds * sum(other for _, other in parts) / count
     return Costs(
         learned=step(kernels.fuse(experiment.optimiser, config.backend)),
-        unrolled=_unrolled(experiment, seeds[0]),
+        knows_end=experiment.optimiser.knows_end,
+        unrolled=_unrolled(experiment, seeds[0]) if unrolls else 0.0,
         evaluations=evaluations,
         baselines={one.name: step(one.build(min(one.rates), settings.steps)) for one in baselines},
     )

@@ -118,7 +118,7 @@ class Scheduled(Optimiser):
     `torch.optim` act on decoupled decay. The inner optimiser's state never sees the schedule: running means go on as if
     there were none.
 
-    Equal to the inner optimiser with its rate multiplied by s_t, up to one rounding, wherever the update is
+    Equal to the inner optimiser with its rate multiplied by η s_t, up to one rounding, wherever the update is
     proportional to the rate.
 
     Args:

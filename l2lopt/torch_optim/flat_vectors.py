@@ -86,9 +86,10 @@ class FlatVector:
         if tensors[0].device.type != "cpu":
             return torch.cat(flat).to(dtype)  # clones a single tensor, too
         # New memory costs twice the copy's time there; a GPU's allocator hands the old out again by itself.
-        if name not in self._copies:
-            self._copies[name] = torch.empty(self.layout.size, dtype=dtype)
-        return torch.cat(flat, out=self._copies[name])
+        kept = self._copies.get(name)
+        if kept is None or kept.dtype != dtype:
+            kept = self._copies[name] = torch.empty(self.layout.size, dtype=dtype, device=tensors[0].device)
+        return torch.cat(flat, out=kept)
 
     def scatter(self, theta: Tensor) -> None:
         """Writes θ [n] into the parameters, rounded to their dtype."""

@@ -193,7 +193,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
             if loss is not None and value is not None:
                 self._check_divergence(value)
             for index, group in enumerate(self.param_groups):
-                others = chain.from_iterable(other["params"] for other in self.param_groups if other is not group)
+                others = [param for other in self.param_groups if other is not group for param in other["params"]]
                 for vector in vectors_of(group, self.state, self._vectors.setdefault(index, {}), others):
                     self._step_vector(vector, group, value)
         return result

@@ -96,6 +96,14 @@ def test_positions_are_no_tokens(name):
     assert [role.kind for role in roles([*names, "lm_head"], [*shapes, (50, 8)])][3:] == ["matrix", "head"]
 
 
+def test_a_tied_model_as_wide_as_it_has_tokens_has_no_head():
+    """The last matrix has a row per token by chance."""
+    model = nn.ModuleDict({"wte": nn.Embedding(8, 8), "down": nn.Linear(32, 8), "out": nn.Linear(8, 8, bias=False)})
+    model["out"].weight = model["wte"].weight
+    assert roles_in(model)["down.weight"] == Role("matrix")
+    assert roles_in(model)["wte.weight"] == Role("embedding")
+
+
 def test_a_tied_model_of_as_many_positions_as_channels_has_no_head():
     """The tied weight is used by a function, so that no layer is the head."""
     model = nn.ModuleDict({"wte": nn.Embedding(50, 8), "wpe": nn.Embedding(8, 8), "down": nn.Linear(32, 8)})

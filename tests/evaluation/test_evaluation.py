@@ -19,7 +19,7 @@ from l2lopt.evaluation.comparison import interval
 from l2lopt.evaluation.free_runs import record_steps, run_free
 from l2lopt.evaluation.settings import Baseline, EvaluationSettings, half_decades
 from l2lopt.evaluation.tuned_runs import OptimiserRun, TunedRun
-from l2lopt.optimisee import Optimisee
+from l2lopt.optimisee import Optimisee, evaluate_rows, init_rows
 from l2lopt.optimisers import SGD, NormalisedMuon, Optimiser
 
 
@@ -144,10 +144,31 @@ def test_each_split_has_a_rate_of_its_own_chosen_on_samples_that_nobody_reports(
 
 def test_a_problem_without_held_out_samples_is_refused_before_any_run():
     mlp = optimisees.make("mlp", heldout=0.0)
-    with pytest.raises(UserError, match="expected samples held out"):
+    with pytest.raises(
+        UserError, match=r"evaluation: expected held-out samples .*; raise heldout, or give single rates"
+    ):
         comparison.evaluate({}, mlp, settings())
     one = settings(baselines=[Baseline(optimiser="sgd", rates=[0.1])])
     assert comparison.evaluate({}, mlp, one).chosen == {}
+
+
+def test_a_single_multiplier_is_nothing_to_tune(quadratic):
+    result = comparison.evaluate({"mine": SGD(0.01)}, quadratic, settings(multipliers=[3.0], baselines=[]))
+    assert {row.optimiser for row in result.table} == {"mine"}
+
+
+def test_rows_of_one_problem_are_evaluated_on_one_copy_of_its_samples(monkeypatch):
+    """As a grid of rates has them; each to what it is by itself."""
+    task, seeds = optimisees.make("mlp", hidden=[3], dtype="float64", evaluation_samples=50), [4, 9, 4, 4]
+    layout, params, aux = init_rows(task, seeds)
+    params = params + 0.1 * torch.arange(4, dtype=torch.float64)[:, None]
+    expected = [evaluate_rows(task, layout, "heldout", [s], params[k : k + 1], aux) for k, s in enumerate(seeds)]
+    asked, plain = [], task.evaluation_batches
+    monkeypatch.setattr(task, "evaluation_batches", lambda split, seed: asked.append(seed) or plain(split, seed))
+    monkeypatch.setattr("l2lopt.optimisee.stack", None)
+    found = evaluate_rows(task, layout, "heldout", seeds, params, aux)
+    torch.testing.assert_close(found, torch.cat(expected), rtol=1e-12, atol=0)
+    assert asked == [4, 9]
 
 
 def test_a_learned_optimiser_has_a_second_row_at_its_best_multiplier(quadratic):

@@ -60,7 +60,7 @@ def test_every_baseline_has_its_own_cost(clock):
     costs = {one.name: forecast([PlannedRun(settings, one)])["baselines"] for one in settings.evaluation.baselines}
     expected = {
         "sgd": 1.0 * (3 * 10 + 2 * 2 * 10),
-        "adam": 10.0 * (3 * 10 + 2 * 3 * (4 + 10)),
+        "adam": 10.0 * (3 * (4 + 10) + 2 * 3 * (4 + 10)),
         "torch.optim:LBFGS": 100.0 * 3 * 10,  # a single rate is not tuned
     }
     assert costs == pytest.approx(expected)
@@ -74,6 +74,23 @@ def test_a_second_row_has_its_multipliers_tuned(clock):
     settings = config.load(CONFIG, ["evaluation.multipliers=[0.1, 1.0, 10.0]"])
     for tuned, cost in ((False, 3 * 10), (True, 2 * 3 * 10 + 2 * 3 * 10)):
         assert forecast([PlannedRun(settings, None, tuned=tuned)])["free runs"] == pytest.approx(1e6 * cost)
+
+
+def test_an_optimiser_that_takes_part_as_it_is_has_its_own_cost(clock, monkeypatch):
+    """Nothing is unrolled for it; the harness runs to each horizon, 4 and 10."""
+    monkeypatch.setattr(cost_forecast, "_unrolled", None)
+    settings = config.load(CONFIG)
+    given = {"name": "sgd", "lr": 0.1}, {"name": "normalised-muon"}
+    for choice, cost in zip(given, (1.0 * 3 * 10, 10.0 * 3 * (4 + 10)), strict=True):
+        assert forecast([PlannedRun(settings, None, given=choice)])["free runs"] == pytest.approx(cost)
+
+
+def test_without_anything_to_tune_no_held_out_sample_is_asked_for(clock):
+    settings = config.load(
+        {**CONFIG, "optimisee": {"name": "mlp", "hidden": [2], "heldout": 0.0}},
+        ["evaluation.multipliers=[]", "evaluation.baselines=[{optimiser='sgd', rates=[0.1]}]"],
+    )
+    assert forecast([PlannedRun(settings, settings.evaluation.baselines[0])])["baselines"] == pytest.approx(3 * 10)
 
 
 def test_meta_seeds_share_a_measurement_and_a_rest_costs_its_share(clock):

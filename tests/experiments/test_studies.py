@@ -162,6 +162,63 @@ def test_a_class_of_another_package_is_a_baseline(tmp_path):
     assert table(tmp_path / "run") == first
 
 
+SECOND = {
+    **STUDY,
+    "meta_seeds": [0],
+    "optimisers": [
+        {"label": "harness", "config": "../recipe.toml", "optimiser": "normalised-muon"},
+        {"label": "plain", "config": "../recipe.toml", "optimiser": {"name": "sgd", "lr": 0.1}, "tuned": False},
+    ],
+}
+
+
+def test_an_optimiser_has_a_second_row_with_its_multiplier_tuned(tmp_path, monkeypatch):
+    """Stopped between the two rows of a job, it goes on with the second; one that asks for none has none."""
+    config = {**CONFIG, "evaluation": {**CONFIG["evaluation"], "multipliers": [1.0, 3.0]}}
+    source = written(tmp_path, SECOND, config)
+    whole = comparison_study.reproduce(source, tmp_path / "whole")
+    lines = table(tmp_path / "whole")["Small, MLP"]["table"]
+    assert [*dict.fromkeys(row["optimiser"] for row in lines)] == [
+        *("harness", "harness, multiplier tuned", "plain", "sgd", "adam"),
+    ]
+    assert {row["kind"] for row in lines if row["optimiser"].startswith(("harness", "plain"))} == {"learned"}
+    summary = json.loads((whole[0].parent / "small-mlp" / "evaluation.json").read_text())
+    assert summary["cut"] == ["harness", "harness, multiplier tuned", "sgd", "adam"]
+    chosen = table(tmp_path / "whole")["Small, MLP"]["chosen"]
+    assert {run["rate"] for run in chosen["harness, multiplier tuned"]["test"].values()} <= {1.0, 3.0}
+    calls = interrupted(monkeypatch, comparison_jobs, "write_run", 2)
+    with pytest.raises(KeyboardInterrupt):
+        comparison_study.reproduce(source, tmp_path / "run")
+    comparison_study.reproduce(source, tmp_path / "run")
+    assert len(calls) == 2 + 4  # a row, one that was stopped and made again, and the three that are left
+    assert table(tmp_path / "run") == table(tmp_path / "whole")
+
+
+def test_a_run_of_another_format_is_made_anew(tmp_path, monkeypatch):
+    """What earlier releases took for a run of the same settings."""
+    source = written(tmp_path, SECOND)
+    comparison_study.reproduce(source, tmp_path / "run")
+    calls = interrupted(monkeypatch, comparison_jobs, "write_run", 99)
+    comparison_study.reproduce(source, tmp_path / "run")
+    assert not calls
+    for path in (tmp_path / "run").rglob("*.json"):
+        facts = json.loads(path.read_text())
+        if "format" in facts.get("work", ()) and isinstance(facts["work"], dict):
+            path.write_text(json.dumps({**facts, "work": {k: v for k, v in facts["work"].items() if k != "format"}}))
+    comparison_study.reproduce(source, tmp_path / "run")
+    assert len(calls) == 4
+
+
+def test_without_anything_to_tune_no_held_out_sample_is_needed(tmp_path):
+    single = [{"optimiser": "sgd", "rates": [0.1]}]
+    config = {**CONFIG, "evaluation": {**CONFIG["evaluation"], "baselines": single}}
+    config["optimisee"] = {**CONFIG["optimisee"], "heldout": 0.0}
+    assert comparison_study.reproduce(written(tmp_path, SECOND, config), tmp_path / "run")
+    config["evaluation"]["multipliers"] = [1.0, 2.0]
+    with pytest.raises(UserError, match=r"small\.toml: Small, MLP: expected held-out samples"):
+        comparison_study.reproduce(written(tmp_path, SECOND, config), tmp_path / "again")
+
+
 @pytest.mark.slow
 def test_jobs_side_by_side_make_the_same_table(made, tmp_path):
     seen, other = [], {"label": "Larger", "changes": ["optimisee.hidden=[3]"]}
@@ -337,6 +394,16 @@ def test_the_papers_figure_by_name(name, tmp_path, monkeypatch, capsys):
     assert list((tmp_path / "runs" / name).rglob("loss-curves.png"))
 
 
+def test_two_baselines_of_one_name_are_refused(tmp_path):
+    pair = [
+        {"optimiser": "momentum", "rates": [0.1]},
+        {"optimiser": {"name": "momentum", "nesterov": True}, "rates": [0.1]},
+    ]
+    config = {**CONFIG, "evaluation": {**CONFIG["evaluation"], "baselines": pair}}
+    with pytest.raises(UserError, match="expected a name for each row, found 'momentum' and 'momentum'; add a label"):
+        comparison_study.reproduce(written(tmp_path, SECOND, config), tmp_path / "run")
+
+
 @pytest.mark.parametrize("name", ["digits-mlp", "digits-convnet"])
 def test_the_studies_of_the_readme_are_sound(name):
     """Its configs load and fit together."""
@@ -350,12 +417,20 @@ def test_the_studies_of_the_readme_are_sound(name):
     [
         ({"optimisers": [{"label": "A", "config": "c"}, {"label": "a", "config": "c"}]}, "optimisers: expected labels"),
         ({"problems": [{"label": "A"}, {"label": "a"}]}, "problems: expected labels that lead to different folders"),
-        ({"optimisers": [{**STUDY["optimisers"][0], "label": "adam"}]}, "expected a label that no baseline has"),
+        (
+            {"optimisers": [{**STUDY["optimisers"][0], "label": "Adam"}]},
+            "expected a name for each row, found 'Adam' and",
+        ),
+        (
+            {"optimisers": [STUDY["optimisers"][0], {**STUDY["optimisers"][1], "label": "LSTM: multiplier tuned"}]},
+            "expected a name for each row",
+        ),
     ],
 )
 def test_labels_that_would_hide_results_are_refused(tmp_path, changes, message):
+    config = {**CONFIG, "evaluation": {**CONFIG["evaluation"], "multipliers": [1.0, 2.0]}}
     with pytest.raises(UserError, match=message):
-        comparison_study.reproduce(written(tmp_path, {**STUDY, **changes}), tmp_path / "run")
+        comparison_study.reproduce(written(tmp_path, {**STUDY, **changes}, config), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from implementations import INPUTS, LEARNED, OPTIMISERS, each, learned, normal, seeded
 
-from l2lopt import optimisers
+from l2lopt import kernels, optimisers
 from l2lopt.core.errors import UserError
 from l2lopt.core.layout import Layout
 from l2lopt.optimisers import Coordinatewise, coordinatewise
@@ -45,7 +45,9 @@ def test_state_keeps_its_structure(make):
 
 @each_optimiser
 def test_knows_its_end(make):
+    """And its fused form says the same."""
     laws.assert_knows_its_end(make())
+    assert kernels.fuse(make()).knows_end == make().knows_end
 
 
 @each_optimiser

@@ -46,6 +46,45 @@ def test_parameters_left_behind_do_not_hold_the_memory_of_all():
     assert whole() is None
 
 
+class Handing(Optimiser):
+    """Gives its inputs as update and state."""
+
+    def init(self, layout, batch=(), *, like=None, total_steps=None):
+        return OptimiserState(layout, {"g": zeros(layout, batch, like), "theta": zeros(layout, batch, like)}, {}, {})
+
+    def update(self, grads, state, params, *, loss=None):
+        return grads, state._replace(coordinates={"g": grads, "theta": params})
+
+
+def test_the_copies_that_are_kept_are_nobodys_state():
+    """The memory that gradients and parameters are gathered in is written again at the next step."""
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer = LearnedOptimizer([param], Handing())
+    for step in (1.0, 2.0):
+        before, param.grad = param.detach().clone(), torch.full((3,), step)
+        optimizer.step()
+        assert torch.equal(param, before + step)
+        assert torch.equal(param.grad, torch.full((3,), step))
+        assert torch.equal(optimizer.state[param]["g"], torch.full((3,), step))
+        assert torch.equal(optimizer.state[param]["theta"], before)
+
+
+def test_the_copies_that_are_kept_follow_the_parameters():
+    """Their dtype, and their device whatever the default one is."""
+    layer = torch.nn.Linear(2, 1)
+    optimizer = LearnedOptimizer(layer.parameters(), {"name": "sgd", "lr": 1e-9})
+    for dtype in (torch.float32, torch.float64):
+        layer.to(dtype)
+        for param in layer.parameters():
+            param.grad = torch.ones_like(param)
+        before = [param.detach().clone() for param in layer.parameters()]
+        with torch.device("meta"):
+            optimizer.step()
+        if dtype == torch.float64:
+            for param, old in zip(layer.parameters(), before, strict=True):
+                torch.testing.assert_close(param - old, torch.full_like(old, -1e-9), rtol=1e-6, atol=0)
+
+
 def test_a_state_put_in_the_place_of_a_view_counts():
     one, other = start(), start()
     first, second = (LearnedOptimizer(params.values(), LSTM()) for params in (one, other))

@@ -194,6 +194,18 @@ def test_a_bias_moves_by_its_matrixs_fan_in_even_alone():
     laws.assert_close((layer.bias - before).abs(), torch.full((10,), 0.1 / 8), 1e-5)
 
 
+def test_every_vector_of_a_group_looks_for_matrices_in_the_others():
+    """Biases of two dtypes are two vectors, each with a matrix in another group."""
+    weights = [nn.Parameter(torch.zeros(3, 25)), nn.Parameter(torch.zeros(2, 4, dtype=torch.float64))]
+    biases = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, dtype=torch.float64))]
+    for param in (*weights, *biases):
+        param.grad = torch.ones_like(param)
+    rule = {"name": "normalised-adam", "lr": 0.1, "weight_decay": 0.0}
+    LearnedOptimizer([{"params": weights}, {"params": biases}], rule).step()
+    for bias, size in zip(biases, (0.02, 0.05), strict=True):
+        torch.testing.assert_close(bias.detach(), torch.full_like(bias, -size), rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("options", [{"fallback": "adam"}, {}])
 def test_a_loss_of_one_number_is_taken_whatever_its_shape_and_others_are_refused(options):
     rule = optimisers.make("coordinatewise", inputs=["log-and-sign", "loss"], rule="additive")
