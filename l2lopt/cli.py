@@ -58,7 +58,7 @@ Resume = Annotated[bool, typer.Option("--resume", help="Go on where an interrupt
 
 @app.command()
 def demo(run: Run = None, changes: Set = None, seed: Seed = None, device: Device = None) -> None:
-    """Meta-train an optimiser on 8×8 digits, compare it with tuned baselines, draw the curves (3 to 5 minutes)."""
+    """Meta-train an optimiser on 8×8 digits, compare it with tuned baselines, draw the curves (4 to 5 minutes)."""
     from l2lopt.experiments import runs as experiments
 
     folder = run or Path("runs/demo")

@@ -99,8 +99,8 @@ def read_run(path: Path, work: Mapping[str, Any]) -> OptimiserRun | None:
             split: {int(horizon): TunedRun(**tuned) for horizon, tuned in by_horizon.items()}
             for split, by_horizon in facts["chosen"].items()
         }
-        first, cut = _tensor(facts["first"]), facts.get("cut", bool(chosen))
-        return OptimiserRun(facts["kind"], losses, first, facts["seconds"], chosen, facts["warnings"], cut)
+        first, rest = _tensor(facts["first"]), (facts["warnings"], facts["cut"])
+        return OptimiserRun(facts["kind"], losses, first, facts["seconds"], chosen, *rest)
     except _UNREADABLE:
         return None
 

@@ -343,7 +343,7 @@ def demo(
     Example:
         >>> import l2lopt
         >>> result, paths = l2lopt.demo("runs/demo")  # doctest: +SKIP
-        >>> [path.name for path in paths]  # after three to five minutes on two cores  # doctest: +SKIP
+        >>> [path.name for path in paths]  # after four to five minutes on two cores  # doctest: +SKIP
         ['loss-curves.png', 'loss-curves.svg']
     """
     folder = meta_train(configs.demo(), run, changes=changes, overwrite=True, report=report)

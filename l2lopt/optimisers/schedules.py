@@ -1,7 +1,7 @@
 """Schedules as functions of the step, and any optimiser under one."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, TypeAlias
 
 import torch
@@ -176,29 +176,31 @@ class Scheduled(Optimiser):
         self, grads: Tensor, state: OptimiserState, params: Tensor, *, loss: Tensor | None = None
     ) -> tuple[Tensor, OptimiserState]:
         """η s_t · u_t."""
-        factor, count = self._factor(state.shared["step"], grads)
-        update, after_it = self.optimiser.update(grads, state, params, loss=loss)
-        return factor * update, self._counted(state, after_it, count)
+        return self._scaled(self.optimiser.update, grads, state, params, loss)
 
     def update_(
         self, grads: Tensor, state: OptimiserState, params: Tensor, *, loss: Tensor | None = None
     ) -> tuple[Tensor, OptimiserState]:
         """η s_t · u_t by the inner optimiser's `update_`."""
-        factor, count = self._factor(state.shared["step"], grads)
-        update, after_it = self.optimiser.update_(grads, state, params, loss=loss)
-        return factor * update, self._counted(state, after_it, count)
+        return self._scaled(self.optimiser.update_, grads, state, params, loss)
 
-    def _factor(self, step: Tensor, grads: Tensor) -> tuple[Rate, Tensor]:
-        """η s_t, shaped to multiply coordinates, and the next count."""
+    def _scaled(
+        self,
+        update: Callable[..., tuple[Tensor, OptimiserState]],
+        grads: Tensor,
+        state: OptimiserState,
+        params: Tensor,
+        loss: Tensor | None,
+    ) -> tuple[Tensor, OptimiserState]:
+        """The inner optimiser's update times η s_t, and its next state with the count."""
+        # Before the inner update, which may overwrite the state.
+        step, before = state.shared["step"], state.shared
         factor = warm_up_then(self.shape, step, self.warm_up, self.total, self.final).to(grads.dtype)
-        return per_row(self.lr, grads) * factor, step + 1
-
-    @staticmethod
-    def _counted(before: OptimiserState, after: OptimiserState, count: Tensor) -> OptimiserState:
-        """The inner optimiser's next state with the count."""
+        rate, count = per_row(self.lr, grads) * factor, step + 1
+        change, after = update(grads, state, params, loss=loss)
         # An inner optimiser without a step hands ours on or drops it, one with a step has counted already: the names
         # of before come first, so that the state keeps its order, which is what a checkpoint goes by.
-        return after._replace(shared={**before.shared, **after.shared, "step": count})
+        return rate * change, after._replace(shared={**before, **after.shared, "step": count})
 
 
 def check_schedule(where: str, shape: Schedule, warm_up: int, total: int | None, final: float = 0.0) -> None:

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from l2lopt.core import registry
-from l2lopt.core.errors import UserError
+from l2lopt.core.errors import UserError, at_least_0
 from l2lopt.core.layout import Params
+from l2lopt.core.seeding import generator
 from l2lopt.optimisee import SampleRequest, SavedRun
 from l2lopt.storage.run_log import existing, write_json
-from optimisees.data.text import Corpus, Unit, Vocabulary
+from optimisees.data.text import EOS, Corpus, Unit, Vocabulary
 
 VOCABULARY = "vocabulary.json"
 """File of a run that holds the tokens."""
@@ -36,20 +37,37 @@ def text_metrics(loss: float, unit: Unit) -> dict[str, float]:
     return {**bits, "perplexity": math.exp(min(loss, 700.0))}
 
 
-def drawn_token(logits: Tensor, temperature: float, source: torch.Generator) -> Tensor:
-    """A token drawn from softmax(logits / temperature), [1] on the CPU; at 0 the likeliest.
+def continuation(
+    logits_after: Callable[[Tensor], Tensor],
+    vocabulary: Vocabulary,
+    prompt: Tensor,
+    tokens: int,
+    temperature: float,
+    seed: int,
+) -> Iterator[int]:
+    """The tokens that follow a prompt, each drawn from softmax(logits / temperature).
 
     Args:
-        logits: Logits of all tokens, [vocabulary].
-        temperature: Boldness of the draw, at least 0.
-        source: Generator of the draw.
+        logits_after: (tokens that are new since the last call [T]) → logits of the next one, [vocabulary].
+        vocabulary: Vocabulary of the tokens.
+        prompt: Tokens, read after a line's end.
+        tokens: Number of tokens to draw.
+        temperature: Boldness of the draws, at least 0; at 0 the likeliest token is taken.
+        seed: Seed of the draws.
     """
-    # On the CPU, where the generator is: it draws the same from a seed whatever the device.
-    logits = logits.double().cpu()
-    if not temperature:
-        return logits.argmax(0, keepdim=True)
-    # The largest is taken off first: a small temperature could make the quotients overflow.
-    return torch.multinomial(((logits - logits.max()) / temperature).softmax(0), 1, generator=source)
+    at_least_0("sample", temperature=temperature)
+    source, given = generator("sample", seed), torch.cat([vocabulary.encode([EOS]), prompt])
+    with torch.no_grad():
+        for _ in range(tokens):
+            # On the CPU, where the generator is: it draws the same from a seed whatever the device.
+            logits = logits_after(given).double().cpu()
+            if temperature:
+                # The largest is taken off first: a small temperature could make the quotients overflow.
+                chances = ((logits - logits.max()) / temperature).softmax(0)
+                given = torch.multinomial(chances, 1, generator=source)
+            else:
+                given = logits.argmax(0, keepdim=True)
+            yield int(given)
 
 
 def write_vocabulary(vocabulary: Vocabulary, folder: Path) -> None:

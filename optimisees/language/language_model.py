@@ -20,8 +20,8 @@ from l2lopt.core.types import Aux, Batch
 from l2lopt.optimisee import Optimisee, SampleRequest, SavedRun, Split, StepInfo
 from l2lopt.sequence import Stack, StackState
 from l2lopt.sequence.masks import check_share, draw
-from optimisees.data.text import EOS, Corpus, corpus
-from optimisees.language.artefacts import VOCABULARY, continued, drawn_token, text_metrics, write_vocabulary
+from optimisees.data.text import Corpus, corpus
+from optimisees.language.artefacts import VOCABULARY, continuation, continued, text_metrics, write_vocabulary
 from optimisees.language.references import NGrams
 from optimisees.language.windows import cut_windows
 
@@ -257,15 +257,15 @@ class LanguageModel(Optimisee):
             temperature: Boldness of the draws, at least 0; at 0 the likeliest token is taken.
             seed: Seed of the draws.
         """
-        at_least_0("sample", temperature=temperature)
-        source, states = generator("sample", seed), self._blank(1)
-        given = torch.cat([self.texts.vocabulary.encode([EOS]), prompt]).to(self.device)
-        with torch.no_grad():
-            for _ in range(tokens):
-                output, after = self._run(params, _embedded(params, given[:, None]), states, {})
-                states = _named(after)
-                given = drawn_token(self._logits(params, output[-1, 0]), temperature, source).to(self.device)
-                yield int(given)
+        states = self._blank(1)
+
+        def logits_after(given: Tensor) -> Tensor:
+            nonlocal states
+            output, after = self._run(params, _embedded(params, given[:, None].to(self.device)), states, {})
+            states = _named(after)
+            return self._logits(params, output[-1, 0])
+
+        return continuation(logits_after, self.texts.vocabulary, prompt, tokens, temperature, seed)
 
     @property
     def vocabulary_size(self) -> int:

@@ -9,15 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from l2lopt.core.errors import UserError, above_0, at_least_0
+from l2lopt.core.errors import UserError, above_0
 from l2lopt.core.layout import Params
 from l2lopt.core.registry import Choice
-from l2lopt.core.seeding import generator
 from l2lopt.core.types import Aux
 from l2lopt.optimisee import SampleRequest, SavedRun
 from optimisees.data.datasets import InMemory
-from optimisees.data.text import EOS, Corpus, corpus
-from optimisees.language.artefacts import VOCABULARY, continued, drawn_token, text_metrics, write_vocabulary
+from optimisees.data.text import Corpus, corpus
+from optimisees.language.artefacts import VOCABULARY, continuation, continued, text_metrics, write_vocabulary
 from optimisees.module import ModuleOptimisee
 
 STD = 0.02
@@ -143,15 +142,15 @@ class Transformer(ModuleOptimisee):
             temperature: Boldness of the draws, at least 0; at 0 the likeliest token is taken.
             seed: Seed of the draws.
         """
-        at_least_0("sample", temperature=temperature)
-        source = generator("sample", seed)
-        given = torch.cat([self.texts.vocabulary.encode([EOS]), prompt]).to(self.device)
-        with torch.no_grad():
-            for _ in range(tokens):
-                logits = functional_call(self._testing, dict(params), (given[None, -self.window :],))
-                drawn = drawn_token(logits[0, -1], temperature, source).to(self.device)
-                given = torch.cat([given, drawn])
-                yield int(drawn)
+        before = torch.zeros(0, dtype=torch.int64)
+
+        def logits_after(given: Tensor) -> Tensor:
+            nonlocal before
+            before = torch.cat([before, given.cpu()])[-self.window :]
+            logits: Tensor = functional_call(self._testing, dict(params), (before[None].to(self.device),))
+            return logits[0, -1]
+
+        return continuation(logits_after, self.texts.vocabulary, prompt, tokens, temperature, seed)
 
     def _windows(self) -> tuple[InMemory, tuple[Tensor, Tensor]]:
         """Training and test windows, and those of the validation text."""
