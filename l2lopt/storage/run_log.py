@@ -3,7 +3,9 @@
 import json
 import math
 import os
+import signal
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,8 +44,9 @@ class Records:
         if path.exists():
             # Rewritten before it is opened to append: new lines would join one that a kill has cut short.
             write_text(path, "".join(_standing(path, after, pending)))
-        self._lines = path.open("a", encoding="utf-8")
-        self._board = SummaryWriter(str(folder), max_queue=1000, purge_step=after + 1)
+        with interrupted_after():
+            self._lines = path.open("a", encoding="utf-8")
+            self._board = SummaryWriter(str(folder), max_queue=1000, purge_step=after + 1)
 
     def write(self, stage: str, step: int, figures: Mapping[str, float]) -> None:
         """Appends {"stage", "step", figures…}; a figure that is not finite is null."""
@@ -54,18 +57,22 @@ class Records:
         self._lines.write(json.dumps(line) + "\n")
         # At every line, so that a killed run keeps all that it has logged.
         self._lines.flush()
-        for name, value in figures.items():
-            self._board.add_scalar(f"{stage}/{name}", value, step)
+        # TensorBoard's queue: an interruption inside its locks would leave them held, and `close` waiting.
+        with interrupted_after():
+            for name, value in figures.items():
+                self._board.add_scalar(f"{stage}/{name}", value, step)
 
     def show(self, name: str, step: int, images: "Tensor") -> None:
         """Puts the images side by side into TensorBoard."""
-        # `clamp` lets NaN through, which no pixel can show.
-        self._board.add_images(name, images.nan_to_num().clamp(0, 1), step)
+        with interrupted_after():
+            # `clamp` lets NaN through, which no pixel can show.
+            self._board.add_images(name, images.nan_to_num().clamp(0, 1), step)
 
     def close(self) -> None:
         """Flushes both files."""
-        self._lines.close()
-        self._board.close()
+        with interrupted_after():
+            self._lines.close()
+            self._board.close()
 
 
 class NoRecords:
@@ -76,6 +83,30 @@ class NoRecords:
 
     def show(self, name: str, step: int, images: "Tensor") -> None:
         """Does nothing."""
+
+
+@contextmanager
+def interrupted_after() -> Iterator[None]:
+    """Holds an interruption (Ctrl-C) that comes within the block back until the block has ended.
+
+    Only the main thread is ever interrupted; in others this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
+        yield
+        return
+    came = False
+
+    def note(*_: object) -> None:
+        nonlocal came
+        came = True
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 @contextmanager

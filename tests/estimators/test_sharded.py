@@ -30,13 +30,16 @@ def total(values):
     return values
 
 
-def places(rank, cuts=CUTS):
-    """Which of the whole vector's coordinates lie in a process."""
+def places(rank, cuts=CUTS, names=WHOLE.names):
+    """Which coordinates lie in a process, of the vector that has these tensors one after the other."""
     found, first = [], 0
-    for shape, size, mine, others in zip(WHOLE.shapes, WHOLE.sizes, cuts[rank], cuts[0], strict=True):
-        low = first + (0 if rank == 0 else others * (size // shape[0]))
-        found.append(torch.arange(low, low + mine * (size // shape[0])))
-        first += size
+    for name, shape, size, mine, others in zip(
+        WHOLE.names, WHOLE.shapes, WHOLE.sizes, cuts[rank], cuts[0], strict=True
+    ):
+        if name in names:
+            low = first + (0 if rank == 0 else others * (size // shape[0]))
+            found.append(torch.arange(low, low + mine * (size // shape[0])))
+            first += size
     return torch.cat(found)
 
 
@@ -60,10 +63,13 @@ def sharded(rank, label, block, cuts=CUTS):
     here = places(rank, cuts)
 
     def gather(names, values):
-        assert names == WHOLE.names
-        return total(values.new_zeros(WHOLE.size).index_copy(0, here, values))
+        size = sum(size for name, size in zip(WHOLE.names, WHOLE.sizes, strict=True) if name in names)
+        return total(values.new_zeros(size).index_copy(0, places(rank, cuts, names), values))
 
-    shards = Shards(WHOLE.shapes, total, None, total, gather, lambda names, values: values[here])
+    def part(names, values):
+        return values[places(rank, cuts, names)]
+
+    shards = Shards(WHOLE.shapes, total, None, total, gather, part)
     rule = (OPTIMISERS | DOUBLES)[label]()
     ours = laws.run(
         Blockwise(block=block),
