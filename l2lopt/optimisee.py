@@ -72,6 +72,18 @@ class SampleRequest:
     seed: int = 0
 
 
+class IndexedBatches(NamedTuple):
+    """Batches that are made of samples in memory by their places alone.
+
+    Attributes:
+        samples: Pytree of tensors whose first axis counts the samples.
+        drawn: (seed, first step, number of steps) → places of the samples of each step's batch, [steps, batch], int64.
+    """
+
+    samples: Batch
+    drawn: Callable[[int, int, int], Tensor]
+
+
 class Optimisee(ABC):
     """A model with a loss and data: the problem that an optimiser works on.
 
@@ -129,6 +141,14 @@ class Optimisee(ABC):
         By default the batch of step 0, counted as one sample.
         """
         yield self.batch(split, seed, 0), 1
+
+    def indexed_batches(self, split: Split) -> IndexedBatches | None:
+        """`batch` in the form of samples and their places, from which many runs gather theirs at once.
+
+        `batch(split, seed, step)` is `samples` at `drawn(seed, step, 1)[0]`. None, as by default, where batches are
+        made in other ways.
+        """
+        return None
 
     def metrics(self, params: Params, aux: Aux, batch: Batch) -> dict[str, Tensor]:
         """Further numbers in test mode, such as the accuracy, each a mean over samples; none by default."""
@@ -249,6 +269,36 @@ def batch_rows(optimisee: Optimisee, split: Split, seeds: Sequence[int], step: i
     """The batches of several runs at one step, a row for each seed."""
     made = {seed: optimisee.batch(split, seed, step) for seed in dict.fromkeys(seeds)}
     return stack([made[seed] for seed in seeds])
+
+
+class BatchesOfRows:
+    """The batches of several runs, step after step, a row for each seed; places are drawn many steps ahead.
+
+    Args:
+        optimisee: Problem.
+        split: Split on which the runs are made.
+        seeds: Seed of each run.
+    """
+
+    AHEAD = 64
+    """Number of steps drawn at once."""
+
+    def __init__(self, optimisee: Optimisee, split: Split, seeds: Sequence[int]) -> None:
+        self.optimisee, self.split, self.seeds = optimisee, split, seeds
+        self._indexed = optimisee.indexed_batches(split)
+        self._first, self._places = 0, torch.empty(0)
+
+    def at(self, step: int) -> tuple[Batch, Tensor | None]:
+        """Samples and places [S, batch] of a step's batches, or the batches themselves and None."""
+        if self._indexed is None:
+            return batch_rows(self.optimisee, self.split, self.seeds, step), None
+        if not self._first <= step < self._first + len(self._places):
+            self._first = step
+            drawn = {seed: self._indexed.drawn(seed, step, self.AHEAD) for seed in dict.fromkeys(self.seeds)}
+            places = torch.stack([drawn[seed] for seed in self.seeds], dim=1)
+            device = next(leaf.device for leaf in pytree.tree_leaves(self._indexed.samples))
+            self._places = places.to(device)
+        return self._indexed.samples, self._places[step - self._first]
 
 
 def evaluate_rows(

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from l2lopt.core.kinds import Role, roles_in
 from l2lopt.core.layout import Params
 from l2lopt.core.seeding import generator, seed_of, seeded
 from l2lopt.core.types import Aux, Batch, ModuleParts
-from l2lopt.optimisee import Optimisee, Split
+from l2lopt.optimisee import IndexedBatches, Optimisee, Split
 from optimisees.data.datasets import InMemory, digest
 from optimisees.data.sampling import Sampling
 
@@ -86,7 +87,7 @@ class ModuleOptimisee(Optimisee):
 
     def batch(self, split: Split, seed: int, step: int) -> Batch:
         """{"inputs", "targets", "masks"}."""
-        index = self.sampling.drawn(split, seed, step).to(self.device)
+        index = self.sampling.drawn(split, seed, step, 1)[0].to(self.device)
         inputs, targets = (part[index] for part in self._samples(split))
         if self.augment and split in ("train", "inner"):
             inputs = self.augment(inputs, generator("augment", split, seed, step))
@@ -97,6 +98,14 @@ class ModuleOptimisee(Optimisee):
             kept = torch.bernoulli(chances, generator=generator(name, split, seed, step))
             masks[name] = kept.to(self._like) / max(1 - p, 1e-12)  # with p = 1 nothing is kept
         return {"inputs": inputs, "targets": targets, "masks": masks}
+
+    def indexed_batches(self, split: Split) -> IndexedBatches | None:
+        """Inputs and targets by their places, unless a batch has masks or is augmented."""
+        if self._masks or (self.augment and split in ("train", "inner")):
+            return None
+        inputs, targets = self._samples(split)
+        samples = {"inputs": inputs, "targets": targets, "masks": {}}
+        return IndexedBatches(samples, partial(self.sampling.drawn, split))
 
     def fingerprint(self) -> dict[str, str]:
         """The digest of the samples."""

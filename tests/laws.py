@@ -15,7 +15,7 @@ from l2lopt.core.layout import Layout
 from l2lopt.core.types import Carry, OptimiserState, stack
 from l2lopt.estimators.exchange import Playback, Recorder
 from l2lopt.estimators.record import copies_of
-from l2lopt.optimisee import Optimisee, batch_rows, evaluate_rows, flat_loss, init_rows
+from l2lopt.optimisee import BatchesOfRows, Optimisee, batch_rows, evaluate_rows, flat_loss, init_rows
 
 
 def assert_close(actual: Any, expected: Any, tolerance: float = 1e-12) -> None:
@@ -316,6 +316,22 @@ def assert_batch_is_a_function(make: Any) -> None:
     ]
     one, other = make(), make()
     assert_same([other.batch(*key) for key in reversed(keys)][::-1], [one.batch(*key) for key in keys])
+
+
+def assert_places_lead_to_the_batches(optimisee: Optimisee) -> None:
+    """Samples at places that are drawn ahead for many runs are the batches of each run, seeds that come twice too."""
+    seeds = (5, 0, 5)
+    for split in ("train", "inner", "heldout", "test"):
+        batches = BatchesOfRows(optimisee, split, seeds)
+        batches.AHEAD = 3
+        for step in (0, 1, 2, 3, 7, 8, 1):
+            samples, places = batches.at(step)
+            found = samples if places is None else pytree.tree_map(lambda leaf, at=places: leaf[at], samples)
+            assert_same(found, batch_rows(optimisee, split, seeds, step))
+        indexed = optimisee.indexed_batches(split)
+        if indexed is not None:
+            drawn = [indexed.drawn(5, step, 1)[0] for step in range(2, 9)]
+            assert_same(indexed.drawn(5, 2, 7), torch.stack(drawn))
 
 
 def assert_rows_are_separate_runs(optimisee: Optimisee) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from l2lopt.evaluation.torch_classes import OptimizerFactory
@@ -53,6 +54,18 @@ class AtRates(NamedTuple):
         """The optimiser of some of the runs."""
         rates = self.rates[group] if isinstance(self.rates, Tensor) else self.rates
         return self.contestant.make(rates, self.length)
+
+    def build_rows(self, group: slice, count: int) -> Runner:
+        """The same for `count` rows, of which those beyond the group are like its last one.
+
+        A rate that was chosen is a tensor, an input of a compiled step, so that all choices share one.
+        """
+        if isinstance(self.rates, Tensor):
+            own = self.rates[group]
+            return self.contestant.make(torch.cat([own, own[-1:].expand(count - len(own))]), self.length)
+        if len(self.contestant.rates) == 1:
+            return self.build(group)
+        return self.contestant.make(torch.full((count,), self.rates, dtype=torch.float64), self.length)
 
     def facts(self, group: slice) -> Mapping[str, Any]:
         """What some of the runs depend on beside their problems, for a cache."""

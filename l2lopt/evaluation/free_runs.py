@@ -5,11 +5,12 @@ problem, from the same initial values and on the same batches.
 """
 
 import inspect
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from math import ceil
 from statistics import fmean
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -18,13 +19,21 @@ from torch.optim import Optimizer
 
 from l2lopt.core.layout import Layout, Params
 from l2lopt.core.seeding import seed_of, seeded
-from l2lopt.core.types import Aux, Report, detach, silent, stack
+from l2lopt.core.types import Aux, Carry, Loss, Report, detach, silent, stack
 from l2lopt.evaluation.contestants import AtRates, Runner
 from l2lopt.evaluation.settings import SPLITS
 from l2lopt.evaluation.torch_classes import OptimizerFactory
-from l2lopt.optimisee import Optimisee, Split, batch_rows, evaluate_rows, flat_loss, init_rows
+from l2lopt.kernels.graph import NotCompiledError
+from l2lopt.kernels.inner_step import RowStep, compiled_step, eager_step
+from l2lopt.optimisee import BatchesOfRows, Optimisee, Split, evaluate_rows, flat_loss, init_rows
 from l2lopt.optimisers import Optimiser
 from l2lopt.parallel import processes
+
+Backend: TypeAlias = Literal["eager", "compile"]
+"""Form of the inner steps."""
+_log = logging.getLogger("l2lopt")
+_reasons: set[str] = set()
+"""Reasons against a compiled step that have been logged."""
 
 
 class Curves(NamedTuple):
@@ -56,6 +65,7 @@ class _Course(NamedTuple):
     total_steps: int
     report: Report
     stage: str
+    backend: Backend
 
 
 def no_cache(work: Mapping[str, Any], make: Callable[[], Curves]) -> Curves:
@@ -74,6 +84,7 @@ def run_free(
     *,
     fit: Split = "train",
     total_steps: int | None = None,
+    backend: Backend = "eager",
 ) -> Curves:
     """Runs an optimiser on fresh problems, one for each seed.
 
@@ -96,6 +107,7 @@ def run_free(
         stage: Name of the progress.
         fit: Split on whose batches the steps are made.
         total_steps: Number of steps of the run that an optimiser of ours is told; by default the last of `record`.
+        backend: Form of the steps of an optimiser of ours: "eager" or "compile"; see `kernels.inner_step`.
 
     Example:
         >>> import optimisees, torch
@@ -104,7 +116,7 @@ def run_free(
         >>> curves.losses["train"].shape
         torch.Size([2, 1])
     """
-    course = _Course(record, splits, fit, total_steps or max(record), report, stage)
+    course = _Course(record, splits, fit, total_steps or max(record), report, stage, backend)
     if isinstance(optimiser, Optimiser):
         return _side_by_side(optimiser, optimisee, seeds, course)
     factories = [optimiser] * len(seeds) if callable(optimiser) else optimiser
@@ -120,35 +132,42 @@ def _side_by_side(optimiser: Optimiser, optimisee: Optimisee, seeds: Sequence[in
     """The runs of an optimiser of ours, all rows in one vectorised pass."""
     last, splits = max(course.record), course.splits
     layout, params, aux = init_rows(optimisee, seeds)
-    loss = flat_loss(optimisee, layout)
-    state = optimiser.init(layout, (len(seeds),), like=params, total_steps=course.total_steps)
+    loss, batches = flat_loss(optimisee, layout), BatchesOfRows(optimisee, course.fit, seeds)
+    carry = Carry(params, aux, optimiser.init(layout, (len(seeds),), like=params, total_steps=course.total_steps))
+    advance = _step(loss, optimiser, carry, batches, course.backend)
     losses: dict[Split, list[Tensor]] = {split: [] for split in splits}
-    marks, seconds, steps, values = set(course.record), 0.0, 0, params.new_zeros(len(seeds))
+    marks, seconds, steps, values, lost = set(course.record), 0.0, 0, params.new_zeros(len(seeds)), False
     first = params.new_full((len(seeds),), torch.inf)
     for step in range(last + 1):
-        lost = _lost(values, params)
+        # To look takes as long as a small network's step.
+        lost = lost or ((step in marks or step % 16 == 0) and _lost(values, carry.params))
         if step in marks:
             for split in splits:
                 nothing = params.new_full((len(seeds),), torch.nan)
-                found = nothing if lost else evaluate_rows(optimisee, layout, split, seeds, params, aux)
+                found = nothing if lost else evaluate_rows(optimisee, layout, split, seeds, carry.params, carry.aux)
                 losses[split].append(found)
             course.report(course.stage, step, last, {split: float(losses[split][-1].mean()) for split in splits})
         if step < last and not lost:
-            batch = batch_rows(optimisee, course.fit, seeds, step)
+            batch = batches.at(step)
             start = time.perf_counter()
-            theta = params.requires_grad_()
-            values, aux = loss(theta, aux, batch)
-            # No row sees another: the gradient of the sum has each run's own.
-            (grads,) = torch.autograd.grad(values.sum(), theta)
-            with torch.no_grad():
-                change, state = optimiser.update_(grads, state, params.detach(), loss=values.detach())
-                params = params.detach() + change
-            aux = {name: value.detach() for name, value in aux.items()}
-            first = values.detach() if step == 0 else first
-            seconds += _since(start, params)
+            values, carry = advance(carry, *batch)
+            first = values if step == 0 else first
+            seconds += _since(start, carry.params)
             steps += 1
     taken = {split: torch.stack(values).cpu() for split, values in losses.items()}
     return Curves(sorted(marks), taken, first.cpu(), seconds / max(1, steps * len(seeds)))
+
+
+def _step(loss: Loss, optimiser: Optimiser, carry: Carry, batches: BatchesOfRows, backend: Backend) -> RowStep:
+    """The step of the runs: compiled, where that is wished for and possible."""
+    if backend == "compile":
+        try:
+            return compiled_step(loss, optimiser, carry, *batches.at(0))
+        except NotCompiledError as reason:
+            if str(reason) not in _reasons:
+                _reasons.add(str(reason))
+                _log.warning("backend compile: the inner steps stay eager: %s", reason)
+    return eager_step(loss, optimiser)
 
 
 def _one_by_one(factory: OptimizerFactory, optimisee: Optimisee, seed: int, course: _Course) -> Curves:
@@ -244,6 +263,12 @@ def _part_of(report: Report, index: int, count: int) -> Report:
     return told
 
 
+def _first_rows(curves: Curves, count: int) -> Curves:
+    """The curves of the first `count` runs."""
+    losses = {split: values[:, :count] for split, values in curves.losses.items()}
+    return curves._replace(losses=losses, first=curves.first[:count])
+
+
 def _joined(parts: Sequence[Curves], splits: Sequence[Split]) -> Curves:
     """The curves of several groups of runs as those of all."""
     losses = {split: torch.cat([part.losses[split] for part in parts], dim=1) for split in splits}
@@ -263,6 +288,7 @@ def run_groups(
     rows: int | None = None,
     cache: RunCache = no_cache,
     fit: Split = "train",
+    backend: Backend = "eager",
 ) -> Curves:
     """`run_free`, `rows` problems at a time; each group can be cached, and the groups are shared out to the ranks.
 
@@ -279,6 +305,8 @@ def run_groups(
             a baseline run in groups of one then, since nothing is gained by more.
         cache: Store of the groups' curves.
         fit: Split on whose batches the steps are made.
+        backend: Form of the steps; "compile" makes all groups as large as the first, since a compiled step is one for
+            its number of rows.
     """
     at_rates = optimiser if isinstance(optimiser, AtRates) else None
     one_by_one = at_rates is not None and at_rates.contestant.one_by_one
@@ -293,8 +321,11 @@ def run_groups(
         total = None if at_rates is None else at_rates.length
 
         def run() -> Curves:
-            runner = _of_group(optimiser, group)
-            return run_free(runner, optimisee, some, record, splits, told, stage, fit=fit, total_steps=total)
+            runner, filled = _of_group(optimiser, group), some
+            if backend == "compile" and at_rates is not None and not one_by_one:
+                runner, filled = at_rates.build_rows(group, size), [*some, *[some[-1]] * (size - len(some))]
+            course: dict[str, Any] = {"fit": fit, "total_steps": total, "backend": backend}
+            return _first_rows(run_free(runner, optimisee, filled, record, splits, told, stage, **course), len(some))
 
         return cache(facts, run)
 

@@ -125,6 +125,10 @@ class EvaluationSettings(Settings):
     rows: PositiveInt | None = None
     """Runs made side by side, in one vectorised pass; none: all. 1 suits large models: the memory is that of one run,
     and a study that is stopped goes on after the last run it has made."""
+    backend: Literal["auto", "compile", "eager"] = "auto"
+    """Form of the inner steps of runs side by side: "compile" makes one compiled graph of a step for each optimiser,
+    which takes ten seconds to a minute where it is not on disk yet; "auto" does so on a CPU where an optimiser has
+    enough steps to make. Results agree up to rounding."""
     baselines: list[Baseline] = Field(default_factory=default_baselines)
     """What the learned optimisers are compared with."""
     multipliers: list[PositiveFloat] = Field(default_factory=lambda: half_decades(1e-2, 9))

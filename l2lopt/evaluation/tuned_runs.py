@@ -13,6 +13,7 @@ from l2lopt.core.types import Report, silent
 from l2lopt.evaluation.contestants import Contestant
 from l2lopt.evaluation.free_runs import Curves, RunCache, no_cache, record_steps, run_groups
 from l2lopt.evaluation.settings import SPLITS, EvaluationSettings
+from l2lopt.evaluation.step_backend import StepBackend, step_backend
 from l2lopt.optimisee import Optimisee, Split
 
 ByStep: TypeAlias = dict[int, Tensor]
@@ -108,13 +109,14 @@ def optimiser_run(contestant: Contestant, problems: Problems) -> OptimiserRun:
         UserError: For a problem without held-out samples, where there are rates to choose from.
     """
     horizons = problems.settings.checked_horizons()
+    form = step_backend(contestant, problems.optimisee, problems.settings)
     if len(contestant.rates) > 1:
-        chosen = _tune(contestant, problems)
-        made = _curve(contestant, chosen, problems)
+        chosen = _tune(contestant, problems, form)
+        made = _curve(contestant, chosen, problems, form)
         return OptimiserRun(contestant.kind, *made, chosen, _edges(contestant, chosen), cut=len(horizons) > 1)
     lengths = {horizon: horizon if contestant.knows_end else horizons[-1] for horizon in horizons}
     as_it_is = {horizon: TunedRun(contestant.rates[0], length) for horizon, length in lengths.items()}
-    made = _curve(contestant, dict.fromkeys(SPLITS, as_it_is), problems)
+    made = _curve(contestant, dict.fromkeys(SPLITS, as_it_is), problems, form)
     return OptimiserRun(contestant.kind, *made, cut=contestant.knows_end and len(horizons) > 1)
 
 
@@ -139,7 +141,12 @@ def check_heldout(optimisee: Optimisee, where: str) -> None:
 
 
 def _run(
-    contestant: Contestant, tuned: TunedRun | tuple[Tensor, int], marks: Sequence[int], problems: Problems, tuning: bool
+    contestant: Contestant,
+    tuned: TunedRun | tuple[Tensor, int],
+    marks: Sequence[int],
+    problems: Problems,
+    form: StepBackend,
+    tuning: bool,
 ) -> Curves:
     """Runs at a rate, or at one for each run, on the reported problems or on those of the tuning."""
     rates, length = tuned
@@ -157,13 +164,14 @@ def _run(
         splits,
         problems.report,
         stage,
-        rows=problems.settings.rows,
+        rows=form.rows,
         cache=problems.cache,
         fit="inner" if tuning else "train",
+        backend=form.backend,
     )
 
 
-def _tune(contestant: Contestant, problems: Problems) -> Choices:
+def _tune(contestant: Contestant, problems: Problems, form: StepBackend) -> Choices:
     """The best run of the grid for every split and horizon; every rate is a row on every seed."""
     horizons, seeds = problems.settings.checked_horizons(), problems.tuning
     rates = torch.tensor(contestant.rates, dtype=torch.float64)
@@ -174,7 +182,7 @@ def _tune(contestant: Contestant, problems: Problems) -> Choices:
         # A schedule that ends later is tried for an earlier horizon, too.
         marks = [horizon for horizon in horizons if horizon <= length]
         grid = rates.repeat_interleave(len(seeds)), length
-        found = _by_step(_run(contestant, grid, marks, problems, tuning=True))
+        found = _by_step(_run(contestant, grid, marks, problems, form, tuning=True))
         for split, judge in CHOSEN_ON.items():
             for horizon, losses in found[judge].items():
                 # NaN compares as false, so min() could choose a rate that diverged: it counts as infinite.
@@ -187,7 +195,9 @@ def _tune(contestant: Contestant, problems: Problems) -> Choices:
     }
 
 
-def _curve(contestant: Contestant, chosen: Choices, problems: Problems) -> tuple[dict[Split, ByStep], Tensor, float]:
+def _curve(
+    contestant: Contestant, chosen: Choices, problems: Problems, form: StepBackend
+) -> tuple[dict[Split, ByStep], Tensor, float]:
     """The losses of the runs chosen for each horizon, each where its horizon is the next; those on the first batch."""
     record = record_steps(problems.settings.steps, problems.settings.checked_horizons())
     served: dict[TunedRun, list[tuple[Split, int]]] = {}
@@ -198,7 +208,7 @@ def _curve(contestant: Contestant, chosen: Choices, problems: Problems) -> tuple
     seconds, firsts = 0.0, []
     for run, places in served.items():
         last = max(horizon for _, horizon in places)
-        taken = _run(contestant, run, [step for step in record if step <= last], problems, tuning=False)
+        taken = _run(contestant, run, [step for step in record if step <= last], problems, form, tuning=False)
         by_step, seconds = _by_step(taken), max(seconds, taken.seconds)
         firsts.append(taken.first)
         for split, horizon in places:

@@ -40,15 +40,17 @@ def warm_up_then(shape: Schedule, step: Tensor, warm_up: int, total: int | None,
     1 throughout where `total` is None, but for "inverse". In [0, 1], float64.
     """
     # In float64, so that rates of every dtype are rounded from one multiplier.
-    step = step.double()
-    rise = ((step + 1) / max(warm_up, 1)).clamp(max=1.0)
+    # The schedule's numbers are tensors as well, so inputs of a compiled step, which serves schedules of any length.
+    step, begin = step.double(), torch.tensor(float(warm_up), dtype=torch.float64)
+    rise = ((step + 1) / begin.clamp(min=1.0)).clamp(max=1.0)
     if shape == "inverse":
-        return torch.where(step < warm_up, rise, inverse_decay(step - warm_up, HALVED).clamp(min=final))
+        return torch.where(step < begin, rise, inverse_decay(step - begin, HALVED).clamp(min=final))
     if total is None or shape == "constant":
         return rise
     # `total` may equal `warm_up`, and then there is no way from one to the other.
-    progress = ((step - warm_up) / max(total - warm_up, 1)).clamp(0.0, 1.0)
-    return torch.where(step < warm_up, rise, fall(shape, progress, final))
+    length = torch.tensor(float(max(total - warm_up, 1)), dtype=torch.float64)
+    progress = ((step - begin) / length).clamp(0.0, 1.0)
+    return torch.where(step < begin, rise, fall(shape, progress, final))
 
 
 def fall(shape: Schedule, progress: Tensor, final: float = 0.0) -> Tensor:

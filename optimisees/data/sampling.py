@@ -62,14 +62,18 @@ class Sampling:
             raise UserError("heldout", expected="samples held out", found="none", remedy=remedy)
         return members
 
-    def drawn(self, split: Split, seed: int, step: int) -> Tensor:
-        """The batch of a step, [batch_size], or all of a split that is smaller."""
+    def drawn(self, split: Split, seed: int, first: int, count: int) -> Tensor:
+        """The batches of `count` steps from `first` on, [count, batch_size], or all of a split that is smaller."""
         chosen = self.members(split, seed)
         size = min(self.batch_size, len(chosen))
-        epoch, place = divmod(step, len(chosen) // size)
-        # A seed for each epoch: the batch of any step is found without those before it.
-        order = _permutation(len(chosen), seed_of("order", split, seed, epoch))
-        return chosen[order[place * size : (place + 1) * size]]
+        steps = len(chosen) // size  # of an epoch
+        found = []
+        for epoch in range(first // steps, (first + count - 1) // steps + 1):
+            # A seed for each epoch: the batch of any step is found without those before it.
+            order = _permutation(len(chosen), seed_of("order", split, seed, epoch))
+            low, high = max(first - epoch * steps, 0), min(first + count - epoch * steps, steps)
+            found.append(chosen[order[low * size : high * size]].view(-1, size))
+        return torch.cat(found)
 
     def evaluated(self, split: Split, seed: int) -> Tensor:
         """Indices of the samples that an evaluation uses."""

@@ -129,7 +129,7 @@ class Draw(Optimisee):
 
     def batch(self, split: Split, seed: int, step: int) -> Batch:
         """{"inputs" uint8 [n, C, B, A], "noise" [T, n, Z]}."""
-        index = self.sampling.drawn(split, seed, step)
+        index = self.sampling.drawn(split, seed, step, 1)[0]
         return self._of(split, index, "batch", split, seed, step)
 
     def loss(self, params: Params, aux: Aux, batch: Batch) -> tuple[Tensor, Aux]:

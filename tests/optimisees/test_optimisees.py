@@ -28,6 +28,11 @@ def test_rows_are_separate_runs(make):
 
 
 @each_optimisee
+def test_places_lead_to_the_batches(make):
+    laws.assert_places_lead_to_the_batches(make())
+
+
+@each_optimisee
 def test_resumes(make):
     laws.assert_resumes(make)
 
