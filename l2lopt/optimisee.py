@@ -288,8 +288,16 @@ class BatchesOfRows:
         self._indexed = optimisee.indexed_batches(split)
         self._first, self._places = 0, torch.empty(0)
 
-    def at(self, step: int) -> tuple[Batch, Tensor | None]:
-        """Samples and places [S, batch] of a step's batches, or the batches themselves and None."""
+    def at(self, step: int, count: int = 1) -> tuple[Batch, Tensor | None]:
+        """What the batches of one or more steps are made of.
+
+        Args:
+            step: First step.
+            count: Number of steps, at most; it may be fewer.
+
+        Returns:
+            Samples and places [steps, S, batch]; or, where batches are made in other ways, that of `step` and None.
+        """
         if self._indexed is None:
             return batch_rows(self.optimisee, self.split, self.seeds, step), None
         if not self._first <= step < self._first + len(self._places):
@@ -298,7 +306,8 @@ class BatchesOfRows:
             places = torch.stack([drawn[seed] for seed in self.seeds], dim=1)
             device = next(leaf.device for leaf in pytree.tree_leaves(self._indexed.samples))
             self._places = places.to(device)
-        return self._indexed.samples, self._places[step - self._first]
+        first = step - self._first
+        return self._indexed.samples, self._places[first : first + count]
 
 
 def evaluate_rows(

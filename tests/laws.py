@@ -325,9 +325,11 @@ def assert_places_lead_to_the_batches(optimisee: Optimisee) -> None:
         batches = BatchesOfRows(optimisee, split, seeds)
         batches.AHEAD = 3
         for step in (0, 1, 2, 3, 7, 8, 1):
-            samples, places = batches.at(step)
-            found = samples if places is None else pytree.tree_map(lambda leaf, at=places: leaf[at], samples)
-            assert_same(found, batch_rows(optimisee, split, seeds, step))
+            samples, places = batches.at(step, 2)
+            assert places is None or 1 <= len(places) <= 2
+            for later, at in enumerate([None] if places is None else places):
+                found = samples if at is None else pytree.tree_map(lambda leaf, at=at: leaf[at], samples)
+                assert_same(found, batch_rows(optimisee, split, seeds, step + later))
         indexed = optimisee.indexed_batches(split)
         if indexed is not None:
             drawn = [indexed.drawn(5, step, 1)[0] for step in range(2, 9)]

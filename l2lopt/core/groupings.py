@@ -20,6 +20,8 @@ from l2lopt.core.errors import UserError
 from l2lopt.core.kinds import matrix_view
 
 GROUPINGS = ("tensors", "rows", "columns")
+FEW, LONG = 16, 1024
+"""Number of tensors, and their mean size, up to and from which copies are quicker than an index on a CPU."""
 Shape: TypeAlias = tuple[int, ...]
 Total: TypeAlias = Callable[[Tensor], Tensor]
 """Sums [..., groups] over the coordinates here → the sums over the coordinates of all processes."""
@@ -196,9 +198,14 @@ class WholeGrouping(Grouping):
     def spread(self, groups: Tensor) -> Tensor:
         """A number per group, [..., count], to each of its coordinates, [..., n]."""
         if self.name == "tensors":
-            sizes = torch.tensor([rows * columns for rows, columns in self._matrices], device=groups.device)
+            sizes = [rows * columns for rows, columns in self._matrices]
+            if groups.device.type == "cpu" and sizes and (len(sizes) <= FEW or sum(sizes) >= LONG * len(sizes)):
+                # A copy per tensor is quicker than an index, unless they are many and short; compilers see through it.
+                ones = zip(groups.split(1, dim=-1), sizes, strict=True)
+                return torch.cat([one.expand(*one.shape[:-1], size) for one, size in ones], dim=-1)
             # With output_size the host need not wait for a GPU to add up the sizes.
-            return groups.repeat_interleave(sizes, dim=-1, output_size=sum(rows * c for rows, c in self._matrices))
+            index = torch.tensor(sizes, device=groups.device)
+            return groups.repeat_interleave(index, dim=-1, output_size=sum(sizes))
         axis = -1 if self.name == "rows" else -2
         parts = zip(groups.split(self.counts, dim=-1), self._matrices, strict=True)
         spread = (part.unsqueeze(axis).expand(*part.shape[:-1], *matrix).flatten(-2) for part, matrix in parts)

@@ -24,7 +24,7 @@ from l2lopt.evaluation.contestants import AtRates, Runner
 from l2lopt.evaluation.settings import SPLITS
 from l2lopt.evaluation.torch_classes import OptimizerFactory
 from l2lopt.kernels.graph import NotCompiledError
-from l2lopt.kernels.inner_step import RowStep, compiled_step, eager_step
+from l2lopt.kernels.inner_step import InnerSteps, compiled_steps, eager_steps
 from l2lopt.optimisee import BatchesOfRows, Optimisee, Split, evaluate_rows, flat_loss, init_rows
 from l2lopt.optimisers import Optimiser
 from l2lopt.parallel import processes
@@ -134,40 +134,39 @@ def _side_by_side(optimiser: Optimiser, optimisee: Optimisee, seeds: Sequence[in
     layout, params, aux = init_rows(optimisee, seeds)
     loss, batches = flat_loss(optimisee, layout), BatchesOfRows(optimisee, course.fit, seeds)
     carry = Carry(params, aux, optimiser.init(layout, (len(seeds),), like=params, total_steps=course.total_steps))
-    advance = _step(loss, optimiser, carry, batches, course.backend)
+    advance = _steps(loss, optimiser, carry, batches, course.backend)
     losses: dict[Split, list[Tensor]] = {split: [] for split in splits}
-    marks, seconds, steps, values, lost = set(course.record), 0.0, 0, params.new_zeros(len(seeds)), False
-    first = params.new_full((len(seeds),), torch.inf)
-    for step in range(last + 1):
-        # To look takes as long as a small network's step.
-        lost = lost or ((step in marks or step % 16 == 0) and _lost(values, carry.params))
-        if step in marks:
-            for split in splits:
-                nothing = params.new_full((len(seeds),), torch.nan)
-                found = nothing if lost else evaluate_rows(optimisee, layout, split, seeds, carry.params, carry.aux)
-                losses[split].append(found)
-            course.report(course.stage, step, last, {split: float(losses[split][-1].mean()) for split in splits})
-        if step < last and not lost:
-            batch = batches.at(step)
-            start = time.perf_counter()
-            values, carry = advance(carry, *batch)
-            first = values if step == 0 else first
+    marks, seconds, made, values, step = sorted(set(course.record)), 0.0, 0, params.new_zeros(len(seeds)), 0
+    first, nothing = params.new_full((len(seeds),), torch.inf), params.new_full((len(seeds),), torch.nan)
+    lost = False
+    for mark in marks:
+        while step < mark and not lost:
+            # The first step by itself: its losses are asked for.
+            samples, places = batches.at(step, mark - step if step else 1)
+            start, count = time.perf_counter(), 1 if places is None else len(places)
+            values, carry = advance(carry, samples, places)
             seconds += _since(start, carry.params)
-            steps += 1
+            first = values if step == 0 else first
+            step, made = step + count, made + count
+            lost = _lost(values, carry.params)
+        for split in splits:
+            found = nothing if lost else evaluate_rows(optimisee, layout, split, seeds, carry.params, carry.aux)
+            losses[split].append(found)
+        course.report(course.stage, mark, last, {split: float(losses[split][-1].mean()) for split in splits})
     taken = {split: torch.stack(values).cpu() for split, values in losses.items()}
-    return Curves(sorted(marks), taken, first.cpu(), seconds / max(1, steps * len(seeds)))
+    return Curves(marks, taken, first.cpu(), seconds / max(1, made * len(seeds)))
 
 
-def _step(loss: Loss, optimiser: Optimiser, carry: Carry, batches: BatchesOfRows, backend: Backend) -> RowStep:
-    """The step of the runs: compiled, where that is wished for and possible."""
+def _steps(loss: Loss, optimiser: Optimiser, carry: Carry, batches: BatchesOfRows, backend: Backend) -> InnerSteps:
+    """The steps of the runs: compiled, where that is wished for and possible."""
     if backend == "compile":
         try:
-            return compiled_step(loss, optimiser, carry, *batches.at(0))
+            return compiled_steps(loss, optimiser, carry, *batches.at(0))
         except NotCompiledError as reason:
             if str(reason) not in _reasons:
                 _reasons.add(str(reason))
                 _log.warning("backend compile: the inner steps stay eager: %s", reason)
-    return eager_step(loss, optimiser)
+    return eager_steps(loss, optimiser)
 
 
 def _one_by_one(factory: OptimizerFactory, optimisee: Optimisee, seed: int, course: _Course) -> Curves:

@@ -1,4 +1,4 @@
-"""One inner step of many runs side by side: the gradients of all rows and the optimiser's update, eager or compiled."""
+"""The inner steps of many runs side by side: gradients of all rows and the optimiser's updates, eager or compiled."""
 
 from typing import Protocol
 
@@ -9,34 +9,36 @@ from torch.utils import _pytree as pytree
 from l2lopt.core.types import Aux, Batch, Carry, Loss, detach
 from l2lopt.kernels.cpu.normalised_muon import FusedNormalisedMuon
 from l2lopt.kernels.fused import FusedOptimiser
-from l2lopt.kernels.graph import compile_function
+from l2lopt.kernels.graph import CompiledFunction
 from l2lopt.optimisers import Optimiser, Scheduled
 
 
-class RowStep(Protocol):
-    """One inner step of S runs."""
+class InnerSteps(Protocol):
+    """Some inner steps of S runs."""
 
-    def __call__(self, carry: Carry, samples: Batch, index: Tensor | None) -> tuple[Tensor, Carry]:
-        """The losses before the step, [S], and all that the next step needs; the carry may be overwritten.
+    def __call__(self, carry: Carry, samples: Batch, places: Tensor | None) -> tuple[Tensor, Carry]:
+        """The losses before the last of the steps, [S], and all that the next step needs.
+
+        The carry may be overwritten.
 
         Args:
             carry: Parameters [S, n], aux and state of the optimiser.
-            samples: Batches with a row for each run; with an index, the samples that they are taken from.
-            index: Places of each run's samples, [S, batch]; None where `samples` are the batches.
+            samples: Samples that the batches are taken from; without places the batch of one step, a row for each run.
+            places: Places of each run's samples at each step, [steps, S, batch].
         """
 
 
-def eager_step(loss: Loss, optimiser: Optimiser) -> RowStep:
-    """A step operation by operation.
+def eager_steps(loss: Loss, optimiser: Optimiser) -> InnerSteps:
+    """Steps made operation by operation.
 
     Args:
         loss: Loss of rows.
         optimiser: Optimiser; its `update_` is used.
     """
 
-    def step(carry: Carry, samples: Batch, index: Tensor | None) -> tuple[Tensor, Carry]:
+    def step(carry: Carry, batch: Batch) -> tuple[Tensor, Carry]:
         params = carry.params.detach().requires_grad_()
-        values, aux = loss(params, carry.aux, gathered(samples, index))
+        values, aux = loss(params, carry.aux, batch)
         # No row sees another: the gradient of the sum has each run's own.
         (grads,) = torch.autograd.grad(values.sum(), params)
         values, params = values.detach(), params.detach()
@@ -44,11 +46,19 @@ def eager_step(loss: Loss, optimiser: Optimiser) -> RowStep:
             change, state = optimiser.update_(grads, carry.state, params, loss=values)
             return values, Carry(params + change, detach(aux), state)
 
-    return step
+    def steps(carry: Carry, samples: Batch, places: Tensor | None) -> tuple[Tensor, Carry]:
+        if places is None:
+            return step(carry, samples)
+        values = torch.empty(0)
+        for index in places:
+            values, carry = step(carry, gathered(samples, index))
+        return values, carry
+
+    return steps
 
 
-def compiled_step(loss: Loss, optimiser: Optimiser, carry: Carry, samples: Batch, index: Tensor | None) -> RowStep:
-    """A step as one compiled graph, samples gathered inside; for as many rows as the carry has.
+def compiled_steps(loss: Loss, optimiser: Optimiser, carry: Carry, samples: Batch, places: Tensor | None) -> InnerSteps:
+    """Steps each of which is one compiled graph, samples gathered inside; for as many rows as the carry has.
 
     A rule with a fused step of its own keeps it, since that is quicker than what a compiler makes of it: the gradients
     alone are compiled then.
@@ -57,45 +67,69 @@ def compiled_step(loss: Loss, optimiser: Optimiser, carry: Carry, samples: Batch
         loss: Loss of rows.
         optimiser: Optimiser.
         carry: Carry before a first step, which stays as it is.
-        samples: Samples or batches of that step; see `RowStep`.
-        index: Index of that step.
+        samples: Samples, or the batch, of that step; see `InnerSteps`.
+        places: Places of that step.
 
     Raises:
         NotCompiledError: If there is no compiler, or Python looks at numbers on the way.
     """
 
-    def gradients(params: Tensor, aux: Aux, samples: Batch, index: Tensor | None) -> tuple[Tensor, tuple[Tensor, Aux]]:
+    def gradients(params: Tensor, aux: Aux, batch: Batch) -> tuple[Tensor, tuple[Tensor, Aux]]:
         def summed(theta: Tensor) -> tuple[Tensor, tuple[Tensor, Aux]]:
-            values, after = loss(theta, aux, gathered(samples, index))
+            values, after = loss(theta, aux, batch)
             return values.sum(), (values, after)
 
         found: tuple[Tensor, tuple[Tensor, Aux]] = torch.func.grad(summed, has_aux=True)(params)
         return found
 
     plain = _recordable(optimiser)
-    if plain is None:
-        compiled = compile_function(gradients, carry.params, carry.aux, samples, index)
 
-        def with_fused_update(carry: Carry, samples: Batch, index: Tensor | None) -> tuple[Tensor, Carry]:
-            grads, (values, aux) = compiled(carry.params, carry.aux, samples, index)
+    def whole(carry: Carry, samples: Batch, index: Tensor | None = None) -> tuple[Tensor, Carry]:
+        assert plain is not None
+        grads, (values, aux) = gradients(carry.params, carry.aux, gathered(samples, index))
+        change, state = plain.update(grads, carry.state, carry.params, loss=values)
+        return values, _ordered(Carry(carry.params + change, aux, state), carry)
+
+    first = () if places is None else (places[0],)
+    if plain is not None:
+        compiled = CompiledFunction(whole, carry, samples, *first)
+
+        def steps(carry: Carry, samples: Batch, places: Tensor | None) -> tuple[Tensor, Carry]:
+            found = compiled(carry, samples) if places is None else compiled.repeat(carry, samples, places)
+            result: tuple[Tensor, Carry] = found
+            return result
+
+        return steps
+
+    def of_samples(params: Tensor, aux: Aux, samples: Batch, index: Tensor | None = None) -> object:
+        return gradients(params, aux, gathered(samples, index))
+
+    derivative = CompiledFunction(of_samples, carry.params, carry.aux, samples, *first)
+
+    def with_fused_update(carry: Carry, samples: Batch, places: Tensor | None) -> tuple[Tensor, Carry]:
+        values = torch.empty(0)
+        for index in [()] if places is None else [(index,) for index in places]:
+            grads, (values, aux) = derivative(carry.params, carry.aux, samples, *index)
             with torch.no_grad():
                 change, state = optimiser.update_(grads, carry.state, carry.params, loss=values)
-                return values, Carry(carry.params + change, aux, state)
+                carry = Carry(carry.params + change, aux, state)
+        return values, carry
 
-        return with_fused_update
-
-    def whole(carry: Carry, samples: Batch, index: Tensor | None) -> tuple[Tensor, Carry]:
-        grads, (values, aux) = gradients(carry.params, carry.aux, samples, index)
-        change, state = plain.update(grads, carry.state, carry.params, loss=values)
-        return values, Carry(carry.params + change, aux, state)
-
-    step: RowStep = compile_function(whole, carry, samples, index)
-    return step
+    return with_fused_update
 
 
 def gathered(samples: Batch, index: Tensor | None) -> Batch:
-    """The batches of all rows; see `RowStep`."""
+    """The batches of all rows: samples at the places [S, batch], or what is a batch already."""
     return samples if index is None else pytree.tree_map(lambda leaf: leaf[index], samples)
+
+
+def _ordered(after: Carry, before: Carry) -> Carry:
+    """The next carry with its names in the order of the last, so that one step's result is the next one's argument."""
+    groups = {kind: {name: after.state.groups[kind][name] for name in own} for kind, own in before.state.groups.items()}
+    coordinates = {name: after.state.coordinates[name] for name in before.state.coordinates}
+    shared = {name: after.state.shared[name] for name in before.state.shared}
+    state = after.state._replace(coordinates=coordinates, groups=groups, shared=shared)
+    return Carry(after.params, {name: after.aux[name] for name in before.aux}, state)
 
 
 def _recordable(optimiser: Optimiser) -> Optimiser | None:

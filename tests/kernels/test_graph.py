@@ -5,7 +5,7 @@ import torch
 from torch import _inductor, nn
 
 from l2lopt.kernels import graph
-from l2lopt.kernels.graph import NotCompiledError, compile_function
+from l2lopt.kernels.graph import CompiledFunction, NotCompiledError
 
 
 @pytest.fixture
@@ -23,35 +23,47 @@ def as_recorded(monkeypatch):
 
 
 def step(x, rates):
-    return {"after": x - rates["lr"] * x.cos(), "handed on": (rates, 3, None, "name")}
+    return {"after": x - rates["lr"] * x.cos(), "handed on": (rates, x)}
 
 
 def test_a_compiled_function_gives_what_the_function_gives():
-    compiled = compile_function(step, torch.ones(3, dtype=torch.float64), {"lr": torch.tensor(0.5)})
+    compiled = CompiledFunction(step, torch.ones(3, dtype=torch.float64), {"lr": torch.tensor(0.5)})
     x, rates = torch.linspace(-1, 1, 3, dtype=torch.float64), {"lr": torch.tensor(2.0)}
     found, wanted = compiled(x, rates), step(x, rates)
     torch.testing.assert_close(found["after"], wanted["after"], rtol=1e-14, atol=1e-14)
     assert found["handed on"][0]["lr"] is rates["lr"]
-    assert found["handed on"][1:] == (3, None, "name")
+    assert found["handed on"][1] is x
+
+
+def test_repeated_calls_hand_the_carry_on(as_recorded):
+    def step(carry, fixed, index):
+        return carry["x"].sum(), {"x": carry["x"] * fixed + index, "count": carry["count"] + 1}
+
+    carry = {"x": torch.tensor([1.0, 2.0]), "count": torch.tensor(0)}
+    compiled = CompiledFunction(step, carry, torch.tensor(2.0), torch.tensor(1.0))
+    found, after = compiled.repeat(carry, torch.tensor(2.0), torch.tensor([1.0, 0.0, 5.0]))
+    assert found.item() == 16.0  # [1, 2] → [3, 5] → [6, 10]
+    assert after["x"].tolist() == [17.0, 25.0]
+    assert after["count"].item() == 3
 
 
 def test_functions_that_differ_in_tensors_share_a_compilation(as_recorded):
     def scaled(rate):
         kept = torch.tensor(rate)
-        return compile_function(lambda x: x * kept + torch.tensor(rate), torch.ones(2))
+        return CompiledFunction(lambda x: x * kept + torch.tensor(rate), torch.ones(2))
 
     found = [scaled(rate)(torch.ones(2)) for rate in (0.5, 2.0)]
     assert len(as_recorded) == 1
     assert [values.tolist() for values in found] == [[1.0, 1.0], [4.0, 4.0]]
-    compile_function(lambda x: x * 3.0, torch.ones(2))
-    compile_function(lambda x: x * 3.0, torch.ones(3))
-    compile_function(lambda x: x * 3.0, torch.ones(3, dtype=torch.float64))
+    CompiledFunction(lambda x: x * 3.0, torch.ones(2))
+    CompiledFunction(lambda x: x * 3.0, torch.ones(3))
+    CompiledFunction(lambda x: x * 3.0, torch.ones(3, dtype=torch.float64))
     assert len(as_recorded) == 4
 
 
 def test_a_parameter_that_changes_in_place_is_seen(as_recorded):
     layer = nn.Linear(2, 1)
-    compiled = compile_function(layer, torch.ones(2))
+    compiled = CompiledFunction(layer, torch.ones(2))
     with torch.no_grad():
         layer.weight.fill_(3.0)
         layer.bias.fill_(1.0)
@@ -59,14 +71,14 @@ def test_a_parameter_that_changes_in_place_is_seen(as_recorded):
 
 
 def test_gradients_are_recorded(as_recorded):
-    compiled = compile_function(torch.func.grad(lambda x: (x**3).sum()), torch.ones(2))
+    compiled = CompiledFunction(torch.func.grad(lambda x: (x**3).sum()), torch.ones(2))
     assert compiled(torch.tensor([1.0, 2.0])).tolist() == [3.0, 12.0]
 
 
 @pytest.mark.parametrize("function", [lambda x: x if x.sum() > 0 else -x, lambda x: x * float(x.sum())])
 def test_python_that_looks_at_numbers_is_refused(as_recorded, function):
     with pytest.raises(NotCompiledError, match=r"Error|Exception"):
-        compile_function(function, torch.ones(2))
+        CompiledFunction(function, torch.ones(2))
 
 
 def test_a_compiler_that_is_missing_or_wrong_is_told(as_recorded, monkeypatch):
@@ -75,10 +87,10 @@ def test_a_compiler_that_is_missing_or_wrong_is_told(as_recorded, monkeypatch):
 
     monkeypatch.setattr(_inductor, "compile", missing)
     with pytest.raises(NotCompiledError, match=r"^RuntimeError: no compiler$"):
-        compile_function(torch.cos, torch.ones(2))
+        CompiledFunction(torch.cos, torch.ones(2))
     monkeypatch.setattr(_inductor, "compile", lambda recorded, inputs: lambda x: [x.sin()])
     with pytest.raises(NotCompiledError, match="other numbers"):
-        compile_function(torch.cos, torch.ones(2))
+        CompiledFunction(torch.cos, torch.ones(2))
 
 
 def test_what_is_computed_once_stays_out_of_wide_loops(as_recorded):
@@ -89,10 +101,21 @@ def test_what_is_computed_once_stays_out_of_wide_loops(as_recorded):
         return wide * (0.9**step)
 
     example = torch.ones(64), torch.tensor(3)
-    compile_function(function, *example)
+    CompiledFunction(function, *example)
     (recorded,) = as_recorded
     kept = recorded.graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default)
     assert [node.args[0].target.overloadpacket for node in kept] == [torch.ops.aten.pow]
     torch.testing.assert_close(
-        compile_function(function, *example)(torch.ones(64), torch.tensor(1)), torch.full((64,), 1.8)
+        CompiledFunction(function, *example)(torch.ones(64), torch.tensor(1)), torch.full((64,), 1.8)
     )
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_parts_of_a_small_result_are_the_right_ones(rows):
+    """A part of a single row is contiguous, but does not begin where its memory does."""
+
+    def function(groups, values):
+        sizes = (0.9**groups / (values.view(rows, 4, 16).square().mean(-1) + 1e-3).sqrt()).split(1, dim=-1)
+        return torch.cat([size.expand(rows, 16) for size in sizes], -1) * values
+
+    CompiledFunction(function, torch.rand(rows, 4), torch.randn(rows, 64))
