@@ -199,12 +199,13 @@ class WholeGrouping(Grouping):
         """A number per group, [..., count], to each of its coordinates, [..., n]."""
         if self.name == "tensors":
             sizes = [rows * columns for rows, columns in self._matrices]
-            if groups.device.type == "cpu" and sizes and (len(sizes) <= FEW or sum(sizes) >= LONG * len(sizes)):
-                # A copy per tensor is quicker than an index, unless they are many and short; compilers see through it.
+            copies = sizes and (len(sizes) <= FEW or sum(sizes) >= LONG * len(sizes))
+            # Not where a gradient goes back: its sums would have another order, and other bits than they always had.
+            if copies and groups.device.type == "cpu" and not groups.requires_grad:
                 ones = zip(groups.split(1, dim=-1), sizes, strict=True)
                 return torch.cat([one.expand(*one.shape[:-1], size) for one, size in ones], dim=-1)
             # With output_size the host need not wait for a GPU to add up the sizes.
-            index = torch.tensor(sizes, device=groups.device)
+            index = torch.tensor(sizes, dtype=torch.int64, device=groups.device)
             return groups.repeat_interleave(index, dim=-1, output_size=sum(sizes))
         axis = -1 if self.name == "rows" else -2
         parts = zip(groups.split(self.counts, dim=-1), self._matrices, strict=True)
