@@ -52,7 +52,8 @@ class CompiledFunction:
 
     @torch.no_grad()
     def __init__(self, function: Callable[..., Any], *example: Any) -> None:
-        inputs, structure = pytree.tree_flatten(example)
+        leaves, structure = pytree.tree_flatten(example)
+        inputs = _contiguous(leaves)
 
         def flat(*tensors: Tensor) -> list[Tensor]:
             results, self._outputs = pytree.tree_flatten(function(*pytree.tree_unflatten(tensors, structure)))
@@ -92,7 +93,7 @@ class CompiledFunction:
         return pytree.tree_unflatten(found, self._outputs)
 
     def _flat(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        known = [*tensors, *self._constants]
+        known = [*_contiguous(tensors), *self._constants]
         made = iter(self._run(*known))
         return [next(made) if source is None else known[source] for source in self._handed_on]
 
@@ -169,10 +170,15 @@ def _compiled_graph(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable
 
         _log.info("compiling a graph of %d operations", len(graph.graph.nodes) - len(inputs))
         # Inductor keeps on disk only what it has compiled in such a context.
-        fake = FakeTensorMode(shape_env=ShapeEnv(assume_static_by_default=True))
+        fake = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
         with tracing(TracingContext(fake)):
             _compiled[key] = _inductor.compile(graph, list(inputs))
     return _compiled[key]
+
+
+def _contiguous(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors in the strides that the graph is compiled for, whatever an expanded or transposed one came with."""
+    return [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors]
 
 
 def _nudged(value: Tensor) -> Tensor:

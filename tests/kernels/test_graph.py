@@ -27,8 +27,9 @@ def step(x, rates):
 
 
 def test_a_compiled_function_gives_what_the_function_gives():
-    compiled = CompiledFunction(step, torch.ones(3, dtype=torch.float64), {"lr": torch.tensor(0.5)})
-    x, rates = torch.linspace(-1, 1, 3, dtype=torch.float64), {"lr": torch.tensor(2.0)}
+    example = torch.ones(3, 1, dtype=torch.float64).expand(3, 2)  # one of other strides
+    compiled = CompiledFunction(step, example, {"lr": torch.tensor(0.5)})
+    x, rates = torch.linspace(-1, 1, 6, dtype=torch.float64).view(3, 2), {"lr": torch.tensor(2.0)}
     found, wanted = compiled(x, rates), step(x, rates)
     torch.testing.assert_close(found["after"], wanted["after"], rtol=1e-14, atol=1e-14)
     assert found["handed on"][0]["lr"] is rates["lr"]
