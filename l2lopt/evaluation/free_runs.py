@@ -136,7 +136,7 @@ def _side_by_side(optimiser: Optimiser, optimisee: Optimisee, seeds: Sequence[in
     carry = Carry(params, aux, optimiser.init(layout, (len(seeds),), like=params, total_steps=course.total_steps))
     advance = _steps(loss, optimiser, carry, batches, course.backend)
     losses: dict[Split, list[Tensor]] = {split: [] for split in splits}
-    marks, seconds, made, values, step = sorted(set(course.record)), 0.0, 0, params.new_zeros(len(seeds)), 0
+    marks, seconds, step, values = sorted(set(course.record)), 0.0, 0, params.new_zeros(len(seeds))
     first, nothing = params.new_full((len(seeds),), torch.inf), params.new_full((len(seeds),), torch.nan)
     lost = False
     for mark in marks:
@@ -147,14 +147,14 @@ def _side_by_side(optimiser: Optimiser, optimisee: Optimisee, seeds: Sequence[in
             values, carry = advance(carry, samples, places)
             seconds += _since(start, carry.params)
             first = values if step == 0 else first
-            step, made = step + count, made + count
+            step += count
             lost = _lost(values, carry.params)
         for split in splits:
             found = nothing if lost else evaluate_rows(optimisee, layout, split, seeds, carry.params, carry.aux)
             losses[split].append(found)
         course.report(course.stage, mark, last, {split: float(losses[split][-1].mean()) for split in splits})
     taken = {split: torch.stack(values).cpu() for split, values in losses.items()}
-    return Curves(marks, taken, first.cpu(), seconds / max(1, made * len(seeds)))
+    return Curves(marks, taken, first.cpu(), seconds / max(1, step * len(seeds)))
 
 
 def _steps(loss: Loss, optimiser: Optimiser, carry: Carry, batches: BatchesOfRows, backend: Backend) -> InnerSteps:

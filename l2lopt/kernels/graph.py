@@ -7,10 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._guards import TracingContext, tracing
-from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 _log = logging.getLogger("l2lopt")
@@ -52,6 +48,8 @@ class CompiledFunction:
 
     @torch.no_grad()
     def __init__(self, function: Callable[..., Any], *example: Any) -> None:
+        from torch.fx.experimental.proxy_tensor import make_fx  # not at the start of every command
+
         leaves, structure = pytree.tree_flatten(example)
         inputs = _contiguous(leaves)
 
@@ -166,7 +164,11 @@ def _compiled_graph(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable
     kinds = tuple((value.shape, value.stride(), value.dtype, value.device) for value in inputs)
     key = graph.code, kinds, torch.get_num_threads()
     if key not in _compiled:
-        from torch import _inductor  # imported here: it takes seconds
+        # Imported here: inductor takes seconds, and symbolic shapes, which nothing here has, half a one.
+        from torch import _inductor
+        from torch._guards import TracingContext, tracing
+        from torch._subclasses import FakeTensorMode
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
         _log.info("compiling a graph of %d operations", len(graph.graph.nodes) - len(inputs))
         # Inductor keeps on disk only what it has compiled in such a context.

@@ -33,7 +33,7 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "mlp-20": {"name": "mlp", "hidden": [20], "activation": "relu"},
     "mlp-50-50": {"name": "mlp", "hidden": [50, 50], "activation": "relu"},
     "convnet": {"name": "convnet"},
-    "gru": {"name": "language-model", "cell": "gru", "hidden_size": 64, "embedding_size": 64, "level": "character"},
+    "gru": {"name": "language-model", "cell": "gru", "hidden_size": 64, "embedding_size": 64, "window": 35},
     "transformer": {"name": "transformer", "width": 64, "layers": 2, "heads": 2, "window": 64, "batch_size": 16},
     "resnet": {"name": "resnet", "width": 8},
 }

@@ -4,22 +4,7 @@ import pytest
 import torch
 from torch import _inductor, nn
 
-from l2lopt.kernels import graph
 from l2lopt.kernels.graph import CompiledFunction, NotCompiledError
-
-
-@pytest.fixture
-def as_recorded(monkeypatch):
-    """The recorded graph in the compiled one's place; the graphs."""
-    graphs = []
-
-    def compiled(recorded, inputs):
-        graphs.append(recorded)
-        return recorded
-
-    monkeypatch.setattr(_inductor, "compile", compiled)
-    monkeypatch.setattr(graph, "_compiled", {})
-    return graphs
 
 
 def step(x, rates):

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from implementations import OPTIMISEES
-from torch import _inductor
 
 import optimisees
 from l2lopt import kernels, optimisers
@@ -11,7 +10,6 @@ from l2lopt.core.types import Carry
 from l2lopt.evaluation import comparison
 from l2lopt.evaluation.free_runs import run_free
 from l2lopt.evaluation.settings import Baseline, EvaluationSettings
-from l2lopt.kernels import graph
 from l2lopt.kernels.inner_step import compiled_steps, eager_steps
 from l2lopt.optimisee import BatchesOfRows, flat_loss, init_rows
 from l2lopt.optimisers import Scheduled
@@ -33,15 +31,6 @@ RULES = {
 }
 """Name → an optimiser of three rows in float64."""
 TASKS = ["convnet", "module with batch norm", "module with dropout", "transformer"]
-
-
-@pytest.fixture
-def as_recorded(monkeypatch):
-    """The recorded graphs in place of compiled ones, which take ten seconds each; how many there are."""
-    graphs = []
-    monkeypatch.setattr(_inductor, "compile", lambda recorded, inputs: graphs.append(recorded) or recorded)
-    monkeypatch.setattr(graph, "_compiled", {})
-    return graphs
 
 
 def assert_agree(rule, task, steps):
