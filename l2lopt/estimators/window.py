@@ -98,6 +98,7 @@ class BlockUpdate:
         at_once: Coordinates times steps that `replay` and `mean_adjoint` are best given at once, from one thread; None
             leaves it to the estimator.
         local: Whether the update obeys the law of locality, see `core.groupings`.
+        over_phi: The same in place for φ with a row axis, see `core.phi_rows`; None leaves it to `vmap`.
     """
 
     update: Update
@@ -107,6 +108,7 @@ class BlockUpdate:
     mean_adjoint: AdjointOfMean | None = None
     at_once: int | None = None
     local: bool = True
+    over_phi: Update | None = None
 
     def __call__(
         self, phi: Params, grads: Tensor, state: OptimiserState, params: Tensor, *, loss: Tensor | None = None

@@ -16,8 +16,10 @@ from l2lopt.kernels.cpu.replay import has_statistic_adjoint, refusal_to_replay, 
 from l2lopt.kernels.cpu.step import CPU, refusal
 from l2lopt.kernels.cpu.workspace import Workspace
 from l2lopt.kernels.fused import FusedOptimiser
+from l2lopt.kernels.phi_rows import FusedOverPhi, FusedPhiRows
 from l2lopt.kernels.recorded import MEAN
 from l2lopt.optimisers import Coordinatewise, NormalisedMuon, Optimiser
+from l2lopt.optimisers.phi_rows import PhiRows
 
 BACKENDS = ("auto", "reference", "cpu", "triton")
 choices: set[tuple[str, str | None]] = set()
@@ -38,10 +40,15 @@ def fuse(optimiser: Optimiser, backend: str = "auto") -> Optimiser:
     if backend not in BACKENDS:
         remedy = did_you_mean(backend, BACKENDS)
         raise UserError("backend", expected="a known name", found=repr(backend), remedy=remedy)
-    if backend == "reference" or isinstance(optimiser, FusedOptimiser | FusedNormalisedMuon):
+    if backend == "reference" or isinstance(optimiser, FusedOptimiser | FusedNormalisedMuon | FusedPhiRows):
         return optimiser
     if isinstance(optimiser, NormalisedMuon) and backend != "triton":
         return FusedNormalisedMuon(optimiser)
+    if isinstance(optimiser, PhiRows):
+        one = fuse(optimiser.reference, backend)
+        return (
+            FusedPhiRows(optimiser, partial(type(one), one.reference)) if isinstance(one, FusedOptimiser) else optimiser
+        )
     wanted = backend if backend != "auto" else _of_its_device(optimiser)
     reason = (triton.refusal if wanted == "triton" else refusal)(optimiser)
     if backend == "auto":
@@ -72,8 +79,9 @@ def block_update(optimiser: Optimiser, backend: str = "auto") -> Update:
         plain = optimiser.update_with
         return BlockUpdate(plain, plain, local=optimiser.coordinatewise)
     reference = twin.reference
+    rows = FusedOverPhi(partial(type(twin), reference))
     if refusal_to_replay(reference) is not None:
-        return BlockUpdate(reference.update_with, twin.update_with_)
+        return BlockUpdate(reference.update_with, twin.update_with_, over_phi=rows)
     back: Replay = partial(replay, reference, space=space)
     adjoint = _by_name(partial(statistic_adjoint, reference, space=space))
     at_once = None
@@ -85,7 +93,7 @@ def block_update(optimiser: Optimiser, backend: str = "auto") -> Update:
         at_once = on_gpu.AT_ONCE
     linked: tuple[str, ...] | None = () if not reference.rule.statistic else None
     linked = (MEAN,) if has_statistic_adjoint(reference) else linked
-    return BlockUpdate(reference.update_with, twin.update_with_, back, linked, adjoint, at_once)
+    return BlockUpdate(reference.update_with, twin.update_with_, back, linked, adjoint, at_once, over_phi=rows)
 
 
 def _by_name(adjoint: Callable[[Params, Window], Tensor]) -> AdjointOfMean:

@@ -10,6 +10,7 @@ from l2lopt.core.types import Aux, Batch, Carry, Loss, detach
 from l2lopt.kernels.cpu.normalised_muon import FusedNormalisedMuon
 from l2lopt.kernels.fused import FusedOptimiser
 from l2lopt.kernels.graph import CompiledFunction
+from l2lopt.kernels.phi_rows import FusedPhiRows
 from l2lopt.optimisers import Optimiser, Scheduled
 
 
@@ -134,7 +135,7 @@ def _ordered(after: Carry, before: Carry) -> Carry:
 
 def _recordable(optimiser: Optimiser) -> Optimiser | None:
     """The optimiser in the form that a compiler does best with; None for one whose fused step is quicker."""
-    if isinstance(optimiser, FusedOptimiser):
+    if isinstance(optimiser, FusedOptimiser | FusedPhiRows):
         return None
     if isinstance(optimiser, FusedNormalisedMuon):
         return optimiser.reference

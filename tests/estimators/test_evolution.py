@@ -5,7 +5,7 @@ import pytest
 import torch
 from implementations import RANDOM_ESTIMATORS, problem
 
-from l2lopt import estimators
+from l2lopt import estimators, kernels, optimisers
 from l2lopt.core.errors import UserError
 from l2lopt.core.types import detach
 from l2lopt.estimators import Backprop, EvolutionStrategies
@@ -109,7 +109,38 @@ def test_persistent_is_unbiased_under_truncation_where_backpropagation_is_not():
     assert abs(plain - truncated) < 4 * plain_error + 1e-3 * abs(truncated)
 
 
-@pytest.mark.parametrize("options", [{"pairs": 0}, {"sigma": 0.0}, {"objective": "logloss"}], ids=str)
+@each_estimator
+@pytest.mark.parametrize("rule", ["coordinatewise direction-and-magnitude", "per-tensor network that steers"])
+def test_some_runs_at_a_time_are_all_of_them(make, rule):
+    """Whatever the number of runs side by side, in the first call and the next one."""
+    task = problem(rule, "module with batch norm", length=4)
+    results = []
+    for unroll in (make(), make(rows=2)):
+        first = unroll(*task[:4], task.steps[:2], unroll.init(task.carry, task.phi, 3))
+        results.append(unroll(*task[:3], first.carry, task.steps[2:], first.state))
+    laws.assert_close(*(result.gradient for result in results))
+    laws.assert_close(*(result.losses for result in results))
+    laws.assert_close(*(result.carry.params for result in results))
+
+
+@each_estimator
+def test_the_fused_rule_gives_the_same(make):
+    rule = optimisers.make("coordinatewise").double()
+    task = problem("coordinatewise additive", "module with batch norm", seeds=0)
+    layout = task.carry.state.layout
+    carry = task.carry._replace(state=rule.init(layout, like=task.carry.params))
+    fused = kernels.block_update(rule)
+    assert fused.over_phi is not None
+    results = []
+    for update in (rule.update_with, fused):
+        unroll = make()
+        first = unroll(update, task.loss, rule.phi(), carry, task.steps[:2], unroll.init(carry, rule.phi(), 3))
+        results.append(unroll(update, task.loss, rule.phi(), first.carry, task.steps[2:], first.state))
+    for part in ("value", "gradient", "losses"):
+        torch.testing.assert_close(*(getattr(result, part) for result in results), rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("options", [{"pairs": 0}, {"rows": 0}, {"sigma": 0.0}, {"objective": "logloss"}], ids=str)
 def test_options_out_of_range_are_refused(options):
     with pytest.raises(UserError):
         estimators.make("es", **options)

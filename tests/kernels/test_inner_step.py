@@ -13,9 +13,24 @@ from l2lopt.evaluation.settings import Baseline, EvaluationSettings
 from l2lopt.kernels.inner_step import compiled_steps, eager_steps
 from l2lopt.optimisee import BatchesOfRows, flat_loss, init_rows
 from l2lopt.optimisers import Scheduled
+from l2lopt.optimisers.phi_rows import PhiRows
 
 ROWS = 3
 RATES = torch.tensor([0.01, 0.02, 0.03], dtype=torch.float64)
+
+
+def rows_of_phi(rule):
+    """A rule of its own for each row."""
+    draw = torch.Generator().manual_seed(3)
+    return PhiRows(
+        rule,
+        {
+            name: value.detach() + 0.1 * torch.randn(ROWS, *value.shape, generator=draw, dtype=value.dtype)
+            for name, value in rule.phi().items()
+        },
+    )
+
+
 RULES = {
     "sgd": lambda: optimisers.make("sgd", lr=RATES),
     "nesterov": lambda: optimisers.make("momentum", lr=RATES, nesterov=True),
@@ -27,6 +42,8 @@ RULES = {
     "normalised-muon": lambda: optimisers.make("normalised-muon"),
     "normalised-muon, fused": lambda: kernels.fuse(optimisers.make("normalised-muon")),
     "lstm": lambda: optimisers.make("coordinatewise", cell="lstm", rule="direction-and-magnitude").double(),
+    "rows of lstm": lambda: rows_of_phi(optimisers.make("coordinatewise").double()),
+    "rows of lstm, fused": lambda: kernels.fuse(rows_of_phi(optimisers.make("coordinatewise").double())),
     "lstm, fused": lambda: Scheduled(kernels.fuse(optimisers.make("coordinatewise").double()), "constant", lr=RATES),
 }
 """Name → an optimiser of three rows in float64."""
@@ -61,6 +78,21 @@ def assert_agree(rule, task, steps):
 def test_a_recorded_step_is_the_eager_one(as_recorded, rule, task):
     assert_agree(RULES[rule](), OPTIMISEES[task](), 3)
     assert len(as_recorded) == 1
+
+
+def test_rules_whose_numbers_change_in_place_are_followed(as_recorded):
+    """So that one compiled step serves all meta-updates."""
+    rule, task = RULES["rows of lstm"](), OPTIMISEES["mlp"]()
+    layout, params, aux = init_rows(task, range(ROWS))
+    carry = Carry(params, aux, rule.init(layout, (ROWS,), like=params))
+    loss, given = flat_loss(task, layout), BatchesOfRows(task, "train", range(ROWS)).at(0)
+    compiled, eager = compiled_steps(loss, rule, carry, *given), eager_steps(loss, rule)
+    before = compiled(carry, *given)[1].params
+    for value in rule.rows.values():
+        value.mul_(2)
+    after, wanted = compiled(carry, *given)[1].params, eager(carry, *given)[1].params
+    torch.testing.assert_close(after, wanted, rtol=1e-10, atol=1e-12)
+    assert not torch.equal(after, before)
 
 
 def test_a_compiled_step_is_the_eager_one():

@@ -1,0 +1,117 @@
+"""Runs side by side whose rules differ: meta-parameters φ with a row axis in front, a run for each row."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from l2lopt.core.layout import Params
+from l2lopt.core.types import Aux, Batch, Carry, Loss, OptimiserState, Update
+
+Parts: TypeAlias = tuple[Params, dict[str, Params], Params]
+"""Coordinates, groups and what is shared, of a state."""
+Axes: TypeAlias = tuple[dict[str, int], dict[str, dict[str, int]], dict[str, int | None]]
+"""The row axis of each tensor in these parts; None where all rows share it."""
+
+
+def over_phi(update: Update) -> Update:
+    """An optimiser's update with a φ for each row: rule k updates run k.
+
+    Every tensor has the row axis first among its batch axes: φ [R, ...], gradients [R, *batch, n], coordinates
+    [..., R, *batch, n]. What is shared has it first, or not at all where it is one number for all, like a step count.
+
+    Args:
+        update: Update of one rule. It works under `torch.func.vmap`: its Python does not look at numbers.
+    """
+
+    def rows(
+        phi: Params, grads: Tensor, state: OptimiserState, params: Tensor, *, loss: Tensor | None = None
+    ) -> tuple[Tensor, OptimiserState]:
+        def one(phi: Params, grads: Tensor, parts: Parts, params: Tensor, loss: Tensor | None) -> tuple[Tensor, Parts]:
+            change, after = update(phi, grads, OptimiserState(state.layout, *parts), params, loss=loss)
+            return change, (after.coordinates, after.groups, after.shared)
+
+        axes: Any = row_axes(state, grads)
+        parts, axis = (state.coordinates, state.groups, state.shared), None if loss is None else 0
+        mapped = vmap(one, in_dims=(0, 0, axes, 0, axis), out_dims=(0, axes))
+        change, after = mapped(phi, grads, parts, params, loss)
+        return change, OptimiserState(state.layout, *after)
+
+    return rows
+
+
+def row_axes(state: OptimiserState, params: Tensor) -> Axes:
+    """The row axis of each tensor of a state.
+
+    Args:
+        state: State of rows.
+        params: θ or gradients of the same rows, [R, *batch, n].
+    """
+    coordinates = {name: value.dim() - params.dim() for name, value in state.coordinates.items()}
+    groups = {
+        kind: {name: value.dim() - params.dim() for name, value in own.items()} for kind, own in state.groups.items()
+    }
+    return coordinates, groups, {name: 0 if value.dim() else None for name, value in state.shared.items()}
+
+
+def losses_of_rows(loss: Loss) -> Loss:
+    """The loss of θ [R, *batch, n] and its aux on one batch that all rows share and that is not copied for them."""
+
+    def rows(params: Tensor, aux: Aux, batch: Batch) -> tuple[Tensor, Aux]:
+        found: tuple[Tensor, Aux] = vmap(lambda theta, own: loss(theta, own, batch))(params, aux)
+        return found
+
+    return rows
+
+
+def stack_carries(carries: Sequence[Carry]) -> Carry:
+    """Carries of single runs, or of equal batches of them, as rows; each row of a coordinate's state lies together."""
+
+    def rows(*values: Tensor, axis: int) -> Tensor:
+        # In memory the row axis comes first: an update in place then finds each row's numbers without gaps.
+        return torch.stack(values).movedim(0, axis)
+
+    first = carries[0]
+    states = [carry.state for carry in carries]
+
+    def all_of(part: Callable[[OptimiserState], Params]) -> Params:
+        return {
+            name: rows(*(part(state)[name] for state in states), axis=value.dim() - first.params.dim())
+            for name, value in part(first.state).items()
+        }
+
+    coordinates = all_of(lambda state: state.coordinates)
+    groups = {kind: all_of(lambda state, kind=kind: state.groups[kind]) for kind in first.state.groups}  # type: ignore[misc]  # a default argument in a lambda has no type
+    shared = {name: torch.stack([state.shared[name] for state in states]) for name in first.state.shared}
+    aux = {name: torch.stack([carry.aux[name] for carry in carries]) for name in first.aux}
+    params = torch.stack([carry.params for carry in carries])
+    return Carry(params, aux, OptimiserState(first.state.layout, coordinates, groups, shared))
+
+
+def row_of(carry: Carry, index: int) -> Carry:
+    """The carry of one row, a view."""
+    return Carry(
+        carry.params[index],
+        {name: value[index] for name, value in carry.aux.items()},
+        row_of_state(carry.state, carry.params, index),
+    )
+
+
+def row_of_state(state: OptimiserState, params: Tensor, index: int) -> OptimiserState:
+    """The state of one row, a view.
+
+    Args:
+        state: State of rows.
+        params: θ of the rows, [R, *batch, n].
+        index: Number of the row.
+    """
+    of_coordinates, of_groups, of_shared = row_axes(state, params)
+    shared = {name: value if of_shared[name] is None else value[index] for name, value in state.shared.items()}
+    groups = {
+        kind: {name: value.select(of_groups[kind][name], index) for name, value in own.items()}
+        for kind, own in state.groups.items()
+    }
+    coordinates = {name: value.select(of_coordinates[name], index) for name, value in state.coordinates.items()}
+    return OptimiserState(state.layout, coordinates, groups, shared)
