@@ -23,14 +23,7 @@ from l2lopt.estimators.loss_and_gradient import LossAndGradient, Objective, loss
 from l2lopt.estimators.memory_plan import Plan, activations, available_memory, seconds_of, timed
 from l2lopt.estimators.record import Record, VectorPool, copies_of
 from l2lopt.estimators.replay import autograd_replay, emptied, taped_mean_adjoint, through_the_networks
-from l2lopt.estimators.window import (
-    AdjointOfMean,
-    BlockAdjoints,
-    BlockUpdate,
-    MeanAdjoint,
-    Replay,
-    Window,
-)
+from l2lopt.estimators.window import AdjointOfMean, BlockAdjoints, BlockUpdate, MeanAdjoint, Replay, Window
 from l2lopt.parallel.threads import one_each, share_out
 
 AT_ONCE = 2**19
@@ -57,8 +50,9 @@ class Blockwise(MetaGradientEstimator):
     autograd's. What the coordinates meet in is treated by what it depends on:
 
     - gradients alone: a constant of first order, exact without further work;
-    - φ through the update: its adjoint sums over all blocks. A first pass over the blocks finds it (one pass for each
-      such mean of a step), and the replay takes the derivative of the mean from that;
+    - φ through the update: its adjoint sums over all blocks and must be known before the replay. A `BlockUpdate` may
+      tell it from the updates of the window, recorded in one vector more a step; else a first pass over the blocks
+      finds it, with a walk through the window for each such mean of a step;
     - θ, or itself through the state, or φ where a network per group reads it: the adjoints of different steps would
       have to wait for one another across blocks. It is taken as a constant, and a line in the log says so;
     - a network per group: the blocks give the adjoints of its outputs, and backpropagation goes through its steps once.
@@ -66,14 +60,16 @@ class Blockwise(MetaGradientEstimator):
     With `share` below 1 only a random share of each tensor's coordinates is recorded and replayed, drawn anew for
     every window and weighted by its inverse: the mean over draws is the whole meta-gradient.
 
-    Memory: T vectors of n numbers, 2T if the meta-loss looks at other batches than the next step's, and a block's
-    replay; `plan` says how much that is. The vectors are used again by the next call, so calls must not overlap.
+    Memory: T vectors of n numbers, T more if the meta-loss looks at other batches than the next step's, T more where
+    updates are recorded, and a block's replay; `plan` says how much that is. The vectors are used again by the next
+    call, so calls must not overlap.
 
     Args:
         window: K, the steps of a window; None for the whole call.
         objective: "loss" or "log-loss".
         share: Share of the coordinates that is replayed, in (0, 1].
-        record: Numbers of the record: "full", the gradient's own, or "bfloat16". The optimiser sees them as stored.
+        record: Numbers of the record: "full", the gradient's own, or "bfloat16". The optimiser sees the gradients as
+            they are stored; sources and updates are rounded for the meta-gradient alone.
         block: Coordinates replayed at once, at most: fewer in windows of more than some hundred steps, so that what a
             block's replay keeps stays at some hundred megabytes. An update that says how many it takes (on a GPU) is
             given so many.
@@ -138,7 +134,7 @@ class Blockwise(MetaGradientEstimator):
             seen = seen or loss_and_gradient(loss, params, aux, step.batch)
             if window is None or (self.window and index % self.window == 0):
                 close()
-                window, state = self._open(optimiser_state, params, state)
+                window, state = self._open(optimiser_state, params, state, way)
                 # update_ works in place, and the record keeps the window's first state: the run goes on with a copy.
                 optimiser_state = way.copied(optimiser_state)
             else:
@@ -155,7 +151,7 @@ class Blockwise(MetaGradientEstimator):
                 if check is not None:
                     check(way.update, phi, change, window.record.recorder.meeting)
                 params, aux = params + change, seen.aux
-                window.record.step(grads, seen.loss)
+                window.record.step(grads, seen.loss, change)
             known = []
             for target in step.targets:
                 measured = loss_and_gradient(loss, params, aux, target.batch)
@@ -203,7 +199,8 @@ class Blockwise(MetaGradientEstimator):
         several = 4
         alike = torch.stack([grads] * several)
         losses = torch.stack([seen.loss] * several)
-        back = self._seconds_back(way, phi, Window(part, theta, alike, alike, losses, [alone.meeting] * several))
+        probe = Window(part, theta, alike, alike, losses, [alone.meeting] * several, alike.clone())
+        back = self._seconds_back(way, phi, probe)
         threads = torch.get_num_threads() if way.threaded else 1
         work = (numbers * forward + drawn * back / several) / max(theta.numel(), 1) / threads
         state = sum(value.numel() * value.element_size() for value in carry.state.coordinates.values())
@@ -211,11 +208,11 @@ class Blockwise(MetaGradientEstimator):
         if way.at_once is None:
             kept = 4 * state * few * window * threads // max(numbers, 1)  # a replay keeps about four states a step
         else:
-            kept = 3 * few * window * carry.params.element_size()  # gradients, sources, pulls
+            kept = 3 * few * window * carry.params.element_size()  # gradients, sources, updates
         plan = Plan(
             window=window,
             vector=drawn * dtype.itemsize,
-            per_step=1 + bool(others) + len(alone.meeting.wholes),
+            per_step=1 + bool(others) + way.keeps_updates + len(alone.meeting.wholes),
             state=(1 if blank else 2) * state + max(kept, sum(held)) + 6 * numbers * carry.params.element_size(),
             available=available_memory(carry.params.device),
             spilt=self.rows.folder is not None,
@@ -239,18 +236,18 @@ class Blockwise(MetaGradientEstimator):
         return seconds
 
     def _open(
-        self, optimiser_state: OptimiserState, params: Tensor, state: EstimatorState
+        self, optimiser_state: OptimiserState, params: Tensor, state: EstimatorState, way: "_Way"
     ) -> "tuple[_OpenWindow, EstimatorState]":
         """An empty window at the present step, and the estimator's state after the draw."""
         self.rows.clear()
         dtype = torch.bfloat16 if self.record == "bfloat16" else params.dtype
-        if self.share == 1:
-            return _OpenWindow(Record(optimiser_state, params, self.rows, dtype), None), state
-        seed, count = state.tolist()
-        source = generator("coordinates", seed, count)
-        select, weights = stratified(optimiser_state.layout, self.share, source)
-        record = Record(optimiser_state, params, self.rows, dtype, select)
-        return _OpenWindow(record, weights.to(params)), state + torch.tensor([0, 1])
+        select, weights = None, None
+        if self.share < 1:
+            source = generator("coordinates", *state.tolist())
+            select, drawn = stratified(optimiser_state.layout, self.share, source)
+            weights, state = drawn.to(params), state + torch.tensor([0, 1])
+        record = Record(optimiser_state, params, self.rows, dtype, select, way.keeps_updates)
+        return _OpenWindow(record, weights), state
 
     def _replayed(self, phi: Params, window: "_OpenWindow", way: "_Way") -> Tables:
         """The window's meta-gradient in float64, block after block; first the adjoints of its means, if they have any.
@@ -335,6 +332,7 @@ class _Way(NamedTuple):
     threaded: bool
     linked: tuple[str, ...] | None
     mean_adjoint: AdjointOfMean
+    keeps_updates: bool = False
     at_once: int | None = None
 
 
@@ -359,6 +357,7 @@ def _way(update: Update) -> _Way:
         update.replay is not None and update.at_once is None,
         update.linked,
         update.mean_adjoint or taped_mean_adjoint(plain),
+        update.mean_adjoint is not None and bool(update.linked),
         update.at_once,
     )
 

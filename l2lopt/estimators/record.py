@@ -1,4 +1,4 @@
-"""What a first-order estimator keeps of its window: gradients, sources and what coordinates met in; no tape."""
+"""What a first-order estimator keeps of its window: gradients, sources, what coordinates met in; no tape."""
 
 import tempfile
 from collections.abc import Sequence
@@ -63,10 +63,17 @@ class Record:
         rows: Memory for the vectors.
         dtype: Number format of the vectors.
         select: Places [m] of the coordinates that are replayed; None for all.
+        keeps_updates: Whether the windows have their updates, which takes one vector more a step.
     """
 
     def __init__(
-        self, state: OptimiserState, params: Tensor, rows: VectorPool, dtype: torch.dtype, select: Tensor | None = None
+        self,
+        state: OptimiserState,
+        params: Tensor,
+        rows: VectorPool,
+        dtype: torch.dtype,
+        select: Tensor | None = None,
+        keeps_updates: bool = False,
     ) -> None:
         self.rows, self.dtype = rows, dtype
         self.whole = state.layout
@@ -78,6 +85,7 @@ class Record:
         self.coordinates = {name: self._part(value) for name, value in state.coordinates.items()}
         self.groups, self.shared = state.groups, state.shared
         self.grads: list[Tensor] = []
+        self.updates: list[Tensor] | None = [] if keeps_updates else None
         self.losses: list[Tensor] = []
         self.meetings: list[Meeting] = []
         self.scales: dict[int, Tensor] = {}
@@ -92,9 +100,11 @@ class Record:
         self.recorder.begin()
         return state._replace(layout=self.recording)
 
-    def step(self, grads: Tensor, loss: Tensor) -> None:
+    def step(self, grads: Tensor, loss: Tensor, update: Tensor) -> None:
         """Keeps the step that was made with `grads`."""
         self.grads.append(self.rows.keep(self._part(grads), self.dtype))
+        if self.updates is not None:
+            self.updates.append(self.rows.keep(self._part(update), self.dtype))
         self.losses.append(loss)
         means, wholes, controls = self.recorder.meeting
         wholes = {name: self.rows.keep(self._part(value), self.dtype) for name, value in wholes.items()}
@@ -118,7 +128,8 @@ class Record:
     def window(self, low: int, high: int, weights: Tensor | None = None) -> Window:
         """Coordinates `low` … `high` − 1 of those replayed, their sources times `weights` [m]."""
         params = self.params[..., low:high]
-        grads = torch.stack([row[..., low:high] for row in self.grads]).to(params.dtype)
+        grads = _stacked(self.grads, low, high).to(params.dtype)
+        updates = None if self.updates is None else _stacked(self.updates, low, high).to(params.dtype)
         sources = torch.zeros_like(grads)
         for step, scale in self.scales.items():
             # The next step has worked with this gradient, so it is in the record already.
@@ -138,10 +149,15 @@ class Record:
             meeting._replace(wholes={name: value[..., low:high] for name, value in meeting.wholes.items()})
             for meeting in self.meetings
         ]
-        return Window(state, params, grads, sources, torch.stack(self.losses), meetings)
+        return Window(state, params, grads, sources, torch.stack(self.losses), meetings, updates)
 
     def _part(self, values: Tensor) -> Tensor:
         return values if self.select is None else values.index_select(-1, self.select)
+
+
+def _stacked(rows: Sequence[Tensor], low: int, high: int) -> Tensor:
+    """Coordinates `low` … `high` − 1 of each step, a copy."""
+    return torch.stack([row[..., low:high] for row in rows])
 
 
 def copies_of(layout: Layout, kind: str, values: Tensor) -> Tensor:

@@ -118,4 +118,4 @@ def emptied(window: Window, groups: dict[str, Params]) -> Window:
         window.state.shared,
     )
     nothing = window.grads[..., :0]
-    return window._replace(state=state, params=window.params[..., :0], grads=nothing, sources=nothing)
+    return window._replace(state=state, params=window.params[..., :0], grads=nothing, sources=nothing, updates=None)

@@ -34,6 +34,7 @@ class Window(NamedTuple):
         sources: Gradient of the meta-loss at θ after each step, where θ enters it directly, [T, *batch, B].
         losses: Training losses, [T, *batch].
         meetings: Record of each step's means, functions of whole tensors and controls.
+        updates: Updates u that were added to θ, [T, *batch, B]; None where no `BlockUpdate.mean_adjoint` asks for them.
     """
 
     state: OptimiserState
@@ -42,6 +43,7 @@ class Window(NamedTuple):
     sources: Tensor
     losses: Tensor
     meetings: Sequence[Meeting]
+    updates: Tensor | None = None
 
 
 class MeanAdjoint(NamedTuple):
@@ -93,8 +95,8 @@ class BlockUpdate:
         replay: Backpropagation through a window of a block, from several threads at once; None leaves it to autograd.
         linked: Means that depend on φ and have an adjoint, "grouping.name", those that depend on others first; None
             lets the estimator find out.
-        mean_adjoint: The adjoint of one of `linked`, or of a function of it that `replay` takes the sums of; None
-            leaves it to autograd.
+        mean_adjoint: The adjoint of one of `linked`, or of a function of it that `replay` takes the sums of, from a
+            window with its updates; None leaves it to autograd, which walks through the window once more.
         at_once: Coordinates times steps that `replay` and `mean_adjoint` are best given at once, from one thread; None
             leaves it to the estimator.
         local: Whether the update obeys the law of locality, see `core.groupings`.

@@ -1,7 +1,7 @@
 """Fast twins of the learned optimisers: the same numbers, sharing φ with a reference that never knows them."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 from torch import Tensor
@@ -10,14 +10,13 @@ from l2lopt.core.errors import UserError, did_you_mean
 from l2lopt.core.layout import Params
 from l2lopt.core.types import Update
 from l2lopt.estimators.window import AdjointOfMean, BlockUpdate, MeanAdjoint, Replay, Window
-from l2lopt.kernels import triton
+from l2lopt.kernels import recorded, triton
 from l2lopt.kernels.cpu.normalised_muon import FusedNormalisedMuon
-from l2lopt.kernels.cpu.replay import has_statistic_adjoint, refusal_to_replay, replay, statistic_adjoint
+from l2lopt.kernels.cpu.replay import refusal_to_replay, replay
 from l2lopt.kernels.cpu.step import CPU, refusal
 from l2lopt.kernels.cpu.workspace import Workspace
 from l2lopt.kernels.fused import FusedOptimiser
 from l2lopt.kernels.phi_rows import FusedOverPhi, FusedPhiRows
-from l2lopt.kernels.recorded import MEAN
 from l2lopt.optimisers import Coordinatewise, NormalisedMuon, Optimiser
 from l2lopt.optimisers.phi_rows import PhiRows
 
@@ -83,24 +82,24 @@ def block_update(optimiser: Optimiser, backend: str = "auto") -> Update:
     if refusal_to_replay(reference) is not None:
         return BlockUpdate(reference.update_with, twin.update_with_, over_phi=rows)
     back: Replay = partial(replay, reference, space=space)
-    adjoint = _by_name(partial(statistic_adjoint, reference, space=space))
     at_once = None
     if not isinstance(twin, CPU):
         # Imported late: it imports Triton itself, which not every machine has.
         from l2lopt.kernels.triton import replay as on_gpu
 
-        back, adjoint = partial(on_gpu.replay, reference), _by_name(partial(on_gpu.statistic_adjoint, reference))
-        at_once = on_gpu.AT_ONCE
-    linked: tuple[str, ...] | None = () if not reference.rule.statistic else None
-    linked = (MEAN,) if has_statistic_adjoint(reference) else linked
+        back, at_once = partial(on_gpu.replay, reference), on_gpu.AT_ONCE
+    linked: tuple[str, ...] | None = None if reference.rule.statistic else ()
+    adjoint: AdjointOfMean | None = None
+    if recorded.has_statistic_adjoint(reference):
+        linked, adjoint = (recorded.MEAN,), _adjoint_of_statistic(reference)
     return BlockUpdate(reference.update_with, twin.update_with_, back, linked, adjoint, at_once, over_phi=rows)
 
 
-def _by_name(adjoint: Callable[[Params, Window], Tensor]) -> AdjointOfMean:
+def _adjoint_of_statistic(optimiser: Coordinatewise) -> AdjointOfMean:
     """The adjoint of the one mean that there is, as an estimator asks for it."""
 
     def of_mean(phi: Params, window: Window, adjoints: Mapping[str, MeanAdjoint], key: str) -> Tensor:
-        return adjoint(phi, window)
+        return recorded.statistic_adjoint(optimiser, phi, window)
 
     return of_mean
 

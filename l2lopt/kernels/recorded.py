@@ -4,14 +4,18 @@ The statistic R of a rule is the root of the mean square of a tensor's direction
 the rule asks for that. The record has the mean square; adjoints are those of R, on both ways.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from l2lopt.core.layout import Layout
+from l2lopt.core.layout import Layout, Params
 from l2lopt.estimators.window import MeanAdjoint, Window
+from l2lopt.kernels.folding import step_size
+from l2lopt.optimisers import Coordinatewise, Optimiser
+from l2lopt.optimisers.inputs import Parameter
 from l2lopt.optimisers.rules import DIRECTION, DirectionAndMagnitude, root_of_mean
 
 MEAN = f"tensors.{DIRECTION}"
@@ -59,34 +63,54 @@ def spread(values: Tensor, layout: Layout) -> Tensor:
     return values.repeat_interleave(sizes, dim=-1, output_size=layout.size)
 
 
-def statistic_adjoint(
-    rule: DirectionAndMagnitude, scales: Sequence[float], directions: Tensor, window: Window
-) -> Tensor:
+@torch.no_grad()
+def statistic_adjoint(optimiser: Coordinatewise, phi: Params, window: Window) -> Tensor:
     """∂(meta-loss)/∂R at each step by way of the block's updates u = S_t (d / R − λθ): −S_t Σ a d / R² over a tensor.
 
-    The adjoint of θ needs no network where θ is none of its inputs: a_t = (q_t + a_{t+1}) (1 − S_t λ), with the source
-    q_t at the θ after step t. A coordinate whose gradient is not finite is skipped: its adjoint passes unchanged.
+    No network is run. The recorded update has the direction in it, S_t d / R = u + S_t λθ. The adjoint of the update
+    does not depend on the network where θ is none of its inputs: it is a = q_t + a_{t+1}, and a_t = (1 − S_t λ) a that
+    of θ before step t, with the source q_t at the θ after it. A coordinate whose gradient is not finite is skipped: its
+    adjoint passes unchanged.
+
+    Cost: about ten numbers read or written per coordinate and step; a hundredth of a replay's time.
 
     Args:
-        rule: The rule of the updates.
-        scales: S_t of each step.
-        directions: d, [T, *batch, B], overwritten.
-        window: The block's.
+        optimiser: An optimiser that `has_statistic_adjoint` lets pass.
+        phi: Parameters of the optimiser.
+        window: The block's, with its updates, which are overwritten.
 
     Returns:
         [T, *batch, tensors] in float64.
     """
+    rule, scaled = optimiser.rule, window.updates
+    assert isinstance(rule, DirectionAndMagnitude)
+    assert scaled is not None
+    growth = math.exp(10 * float(phi["rule.log_scale"]))
+    decays = [step_size(rule, growth, step) * rule.weight_decay for step in numbers(window)]
+    if rule.weight_decay:
+        theta = window.params
+        for update, decay in zip(scaled, decays, strict=True):
+            after = theta + update
+            update.add_(theta, alpha=decay)
+            theta = after
     # Of the square, as in the update: a gradient whose square overflows was skipped, too.
     finite = window.grads.square().isfinite()
     a = torch.zeros_like(window.params)
-    for t in reversed(range(len(scales))):
+    for t in reversed(range(len(scaled))):
         a = a + window.sources[t]
-        scaled = scales[t] * a.where(finite[t], 0.0)
-        directions[t].mul_(-scaled)
-        a = a - rule.weight_decay * scaled
+        acting = a.where(finite[t], 0.0)
+        scaled[t].mul_(acting)
+        a.sub_(acting, alpha=decays[t])
     # The products have both signs and a tensor has many: a float32 sum would lose digits.
-    sums = [part.sum(-1, dtype=torch.float64) for part in window.state.layout.split(directions)]
-    return torch.stack(sums, -1) / _measured(rule, window).double().square()
+    sums = [part.sum(-1, dtype=torch.float64) for part in window.state.layout.split(scaled)]
+    return -torch.stack(sums, -1) / _measured(rule, window).double()
+
+
+def has_statistic_adjoint(optimiser: Optimiser) -> bool:
+    """Whether the adjoint of the rule's statistic can be computed: there is one, and the network does not see θ."""
+    if not isinstance(optimiser, Coordinatewise) or not optimiser.rule.statistic:
+        return False
+    return not any(isinstance(item, Parameter) for item in optimiser.inputs.values())
 
 
 def _measured(rule: DirectionAndMagnitude, window: Window) -> Tensor:

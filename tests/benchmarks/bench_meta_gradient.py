@@ -1,6 +1,7 @@
 """Meta-gradients blockwise and on the tape: seconds and peak memory above the start, each run in a process of its own.
 
 python tests/benchmarks/bench_meta_gradient.py [--coordinates 98304] [--steps 20] [--threads 2] [--growth]
+    [--rule direction-and-magnitude]
 """
 
 import argparse
@@ -16,6 +17,7 @@ import torch
 from l2lopt import estimators, kernels, optimisers
 from l2lopt.core.layout import Layout
 from l2lopt.core.types import Carry, InnerStep, Target
+from l2lopt.optimisers.rules import RULES
 
 
 def problem(coordinates, steps, rule="additive", inputs=("log-and-sign",), cell="lstm", dtype=torch.float32):
@@ -32,6 +34,7 @@ def problem(coordinates, steps, rule="additive", inputs=("log-and-sign",), cell=
         away = theta - centre
         return (0.5 * curvature * away.square() + batch * noise * theta).sum(), aux
 
+    inputs = dict.fromkeys([*inputs, *RULES[rule]().needs])
     optimiser = optimisers.make("coordinatewise", cell=cell, inputs=list(inputs), rule=rule).to(dtype)
     layout = Layout(("all",), ((coordinates,),))
     carry = Carry(start, {}, optimiser.init(layout, like=start))
@@ -82,6 +85,8 @@ def main():
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cells", nargs="+", default=["lstm", "ihc-lstm"])
+    parser.add_argument("--rule", choices=RULES, default="additive")
     parser.add_argument("--growth", action="store_true", help="with the coordinates, and with the steps")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -95,14 +100,19 @@ def main():
         sizes = [(10**4, 20), (10**5, 20), (10**6, 20), (10**7, 4), (2 * 10**7, 4)]
         for coordinates, steps in [*sizes, (10**5, 10), (10**5, 100), (10**5, 1000)]:
             found = child(
-                "blockwise", coordinates, steps, 1 if coordinates * steps > 3 * 10**7 else 3, options.threads, {}
+                "blockwise",
+                coordinates,
+                steps,
+                1 if coordinates * steps > 3 * 10**7 else 3,
+                options.threads,
+                {"rule": options.rule},
             )
             share = coordinates * steps
             time_each, peak_each = 1e9 * min(found["seconds"]) / share, found["peak"] / share
             print(f"{coordinates:11,}  {steps:5,}  {time_each:26.0f}  {peak_each:45.1f}", flush=True)
         return
-    for cell in ("lstm", "ihc-lstm"):
-        more = {"cell": cell}
+    for cell in options.cells:
+        more = {"cell": cell, "rule": options.rule}
         names = ("backprop", "blockwise", "blockwise in bfloat16")
         found = {name: [] for name in names}
         for _ in range(options.rounds):

@@ -19,7 +19,7 @@ from l2lopt.kernels.triton import device, device_replay, step
 from l2lopt.kernels.triton.packing import KernelShape
 
 OTHERS = {"tensors": "*i64", "skipped": "*i32", "sums": "*fp64", "starts": "*i64", "sizes": "*i64"}
-NUMBERS = ("n", "stride", "blocks", "total", "T", "slots", "width", "count", "chunks")
+NUMBERS = ("n", "stride", "blocks", "total", "T", "width", "count", "chunks")
 
 
 def compiled(kernel, shape, state, warps, **constants):
@@ -74,7 +74,7 @@ def main():
         for rule in ("direction-and-magnitude", "gated"):
             inputs = ("log-and-sign",) if rule == "gated" else ("log-and-sign", "rnnprop", "log-step")
             shape = KernelShape.of(optimisers.coordinatewise(inputs, cell, rule=rule), options.precision, options.width)
-            back = {"PULLED": rule == "direction-and-magnitude", "BACK": True}
+            back = {"PULLED": rule == "direction-and-magnitude"}
             ways = [("step", {}, "*fp32"), ("replay", back, "*fp32")] + [("step", {}, "*bf16")] * (rule != "gated")
             for name, constants, state in ways:
                 kernel = device.step if name == "step" else device_replay.replay

@@ -16,7 +16,7 @@ from l2lopt.kernels.cpu.cells import CellKernel, Record, cell_kernel
 from l2lopt.kernels.cpu.rules import KERNELS, DirectionAndMagnitude, Normaliser, RuleKernel
 from l2lopt.kernels.cpu.trace import Trace
 from l2lopt.kernels.cpu.workspace import Workspace
-from l2lopt.kernels.folding import Folded, fold, gradient_through, refusal
+from l2lopt.kernels.folding import Folded, gradient_through, refusal
 from l2lopt.optimisers.base import Optimiser
 from l2lopt.optimisers.coordinatewise import Coordinatewise
 from l2lopt.optimisers.inputs import INPUTS, Input, Parameter, StepInputs
@@ -82,35 +82,6 @@ def replay(
         return BlockAdjoints({name: torch.zeros_like(value) for name, value in phi.items()}, {})
     run = partial(_replay, optimiser, phi, window, adjoints or {}, space or Workspace())
     return BlockAdjoints(gradient_through(optimiser, phi, run), {})
-
-
-def statistic_adjoint(optimiser: Coordinatewise, phi: Params, window: Window, space: Workspace | None = None) -> Tensor:
-    """The adjoint of the rule's statistic at each step by way of the block's updates.
-
-    The forward half of `replay` and a few operations a step.
-
-    Args:
-        optimiser: An optimiser that `has_statistic_adjoint` lets pass.
-        phi: Parameters of the optimiser.
-        window: The block's steps.
-        space: Memory to use again; threads may share it.
-
-    Returns:
-        [T, *batch, tensors] in float64.
-    """
-    with torch.no_grad():
-        run = _forward(optimiser, phi, window, {}, space or Workspace(), fold(optimiser, phi))
-        assert isinstance(run.rule, DirectionAndMagnitude)
-        directions = torch.stack([rows[0] for rows in run.trace.output_rows]).view(window.grads.shape)
-        scales = [run.rule.scale(step) for step in run.trace.numbers]
-        return recorded.statistic_adjoint(run.rule.rule, scales, directions, window)
-
-
-def has_statistic_adjoint(optimiser: Optimiser) -> bool:
-    """Whether the adjoint of the rule's statistic can be computed: there is one, and the network does not see θ."""
-    if not isinstance(optimiser, Coordinatewise) or not optimiser.rule.statistic:
-        return False
-    return not any(isinstance(item, Parameter) for item in _inputs(optimiser).values())
 
 
 class _Run(NamedTuple):

@@ -63,13 +63,12 @@ def gradient(grads, at, mask):
 
 @triton.jit
 def forward(
-    base, grads, running, mine, tiles, heads, rule, scalars, losses, scale, statistic, directions,
-    t, at, row, each, tensor, mask, slots, width, count, S: tl.constexpr, BACK: tl.constexpr,
+    base, grads, running, mine, tiles, heads, rule, scalars, losses, scale, statistic,
+    t, at, row, each, tensor, mask, width, count, S: tl.constexpr,
 ):  # fmt: skip
-    """Step t from its numbers to those of the next step. Without BACK it writes the direction to `directions`."""
+    """Step t from its numbers to those of the next step."""
     R: tl.constexpr = S.R * S.B
-    # Without BACK there are two slots that take turns, for only the next step reads them.
-    here, next_ = base + (t % slots) * R, base + ((t + 1) % slots) * R
+    here, next_ = base + t * R, base + (t + 1) * R
     rows, is_hidden = tl.arange(0, S.K), (tl.arange(0, S.P) < S.M)[:, None]
     of_z, of_h, of_c, of_theta, of_forget, of_input = places(S)
     g, finite = gradient(grads, at, mask)
@@ -89,8 +88,6 @@ def forward(
         tl.store(next_ + of_forget, tl.where(finite, first, forgot))
         tl.store(next_ + of_input, tl.where(finite, second, let_in))
     elif S.DIRECTED:
-        if not BACK:
-            tl.store(directions + at, u, mask=mask)
         # 1 past the end: a division by 0 there would bring NaN into sums over all lanes.
         measured = tl.load(statistic + t * each * count + tensor, mask=mask, other=1.0)
         u = tl.load(scale + t) * (u / measured - S.DECAY * theta)
@@ -326,22 +323,21 @@ def backward(
 @triton.jit
 def replay(
     grads, sources, params, state, memory, running, weights, rule, scalars, losses, scale, statistics, tensors,
-    kept, sums, directions, n, stride, blocks, total, T, slots, width, count,
-    S: tl.constexpr, PULLED: tl.constexpr, BACK: tl.constexpr,
+    kept, sums, n, stride, blocks, total, T, width, count, S: tl.constexpr, PULLED: tl.constexpr,
 ):  # fmt: skip
-    """T steps forward and, with BACK, backward (see `kernels.cpu.replay`).
+    """T steps forward and backward (see `kernels.cpu.replay`).
 
-    A program keeps the numbers of `slots` steps in its own part of `kept` [programs, slots, R, B] and the inputs'
-    running means in `running`, and adds its blocks' gradients in float64 to its row of `sums` [programs, SIZE].
-    Without BACK it writes the directions to `directions` [T, rows, n]. `width` is the number of columns of `scalars`,
-    `count` that of a layout's tensors; `statistics` are R and, with PULLED, the two factors of its adjoint.
+    A program keeps the numbers of each step and of the end in its own part of `kept` [programs, T + 1, R, B] and the
+    inputs' running means in `running`, and adds its blocks' gradients in float64 to its row of `sums` [programs, SIZE].
+    `width` is the number of columns of `scalars`, `count` that of a layout's tensors; `statistics` are R and, with
+    PULLED, the two factors of its adjoint.
     """
     B: tl.constexpr = S.B
     program = tl.program_id(0)
     hidden, lanes = tl.arange(0, S.P), tl.arange(0, B)
     wide = tl.full([], 1, tl.int64)  # a product with it does not overflow
     tiles, heads = layers(weights, S), head(weights, S)
-    base, mine = kept + wide * program * slots * (S.R * B), program * B + lanes
+    base, mine = kept + wide * program * (T + 1) * (S.R * B), program * B + lanes
     each = stride // n
     for block in range(program, total, tl.num_programs(0)):
         row = block // blocks
@@ -354,11 +350,10 @@ def replay(
         for t in range(T):
             now = wide * t * stride + at
             forward(
-                base, grads, running, mine, tiles, heads, rule, scalars, losses, scale, statistics[0], directions,
-                t, now, row, each, tensor, mask, slots, width, count, S, BACK,
+                base, grads, running, mine, tiles, heads, rule, scalars, losses, scale, statistics[0],
+                t, now, row, each, tensor, mask, width, count, S,
             )  # fmt: skip
-        if BACK:
-            backward(
-                base, sums + wide * program * S.SIZE, grads, sources, weights, tiles, heads, rule, scale, statistics,
-                T, stride, at, each, tensor, mask, count, S, PULLED,
-            )  # fmt: skip
+        backward(
+            base, sums + wide * program * S.SIZE, grads, sources, weights, tiles, heads, rule, scale, statistics,
+            T, stride, at, each, tensor, mask, count, S, PULLED,
+        )  # fmt: skip

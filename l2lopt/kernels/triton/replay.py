@@ -10,7 +10,7 @@ from torch import Tensor
 from l2lopt.core.layout import Params
 from l2lopt.estimators.window import BlockAdjoints, MeanAdjoint, Window
 from l2lopt.kernels import recorded
-from l2lopt.kernels.folding import Folded, fold, gradient_through
+from l2lopt.kernels.folding import Folded, gradient_through
 from l2lopt.kernels.triton import device_replay, packing
 from l2lopt.kernels.triton.packing import KernelShape
 from l2lopt.kernels.triton.step import LAUNCH, PRECISION, WIDTH, gates_of, programs, rule_of
@@ -48,31 +48,12 @@ def _replay(
     """The gradient with respect to `folded` and to the rule's parameters."""
     shape = KernelShape.of(optimiser, PRECISION, WIDTH)
     # Programs are summed afterwards, in one order: atomic additions would add in that of time.
-    found, of_rule = shape.unpack(_run(optimiser, shape, phi, folded, window, adjoints, None).sum(0), folded)
+    found, of_rule = shape.unpack(_run(optimiser, shape, phi, folded, window, adjoints).sum(0), folded)
     if isinstance(optimiser.rule, Gated):
         # A gate's bias is added to the head's: their gradients are one.
         of_params, of_gates, _ = of_rule.split(2)
         return found, {"bias": found.head_bias, "weight_params": of_params, "weight_gates": of_gates}
     return found, {"log_scale": of_rule[0]} if isinstance(optimiser.rule, DirectionAndMagnitude) else {}
-
-
-def statistic_adjoint(optimiser: Coordinatewise, phi: Params, window: Window) -> Tensor:
-    """The adjoint of the statistic, see `kernels.cpu.replay.statistic_adjoint`, by the kernel's forward half.
-
-    Args:
-        optimiser: An optimiser that `replay` takes, of a rule with a statistic and without θ among its inputs.
-        phi: Parameters of the optimiser.
-        window: The block's steps.
-    """
-    rule = optimiser.rule
-    assert isinstance(rule, DirectionAndMagnitude)
-    directions = torch.zeros_like(window.grads)
-    with torch.no_grad():
-        if window.grads.numel():
-            shape = KernelShape.of(optimiser, PRECISION, WIDTH)
-            _run(optimiser, shape, phi, fold(optimiser, phi), window, {}, directions)
-        scales = packing.scales(optimiser, phi, recorded.numbers(window), window.params).tolist()
-        return recorded.statistic_adjoint(rule, scales, directions, window)
 
 
 def _run(
@@ -82,17 +63,15 @@ def _run(
     folded: Folded,
     window: Window,
     adjoints: Mapping[str, MeanAdjoint],
-    directions: Tensor | None,
 ) -> Tensor:
-    """Each program's gradients [programs, numbers] in float64; or, where there is room for them, the directions."""
+    """Each program's gradients [programs, numbers] in float64."""
     batch, n, T = window.params.shape[:-1], window.params.shape[-1], len(window.grads)
     rows, blocks, layout, like, S = prod(batch), ceil(n / WIDTH), window.state.layout, window.params, shape.constants
     coordinates = {name: value.contiguous() for name, value in window.state.coordinates.items()}
     numbers, tensors = recorded.numbers(window), len(layout.sizes)
-    slots = T + 1 if directions is None else 2
     # Long windows leave room for fewer programs, each of which then takes more blocks.
-    at_once = min(programs(rows * blocks, like), max(KEPT // (4 * WIDTH * S.R * slots), 1))
-    kept = torch.empty(at_once, slots, S.R, WIDTH, device=like.device)
+    at_once = min(programs(rows * blocks, like), max(KEPT // (4 * WIDTH * S.R * (T + 1)), 1))
+    kept = torch.empty(at_once, T + 1, S.R, WIDTH, device=like.device)
     running = tuple(torch.empty(at_once, WIDTH, device=like.device) for _ in shape.memory)
     sums = torch.zeros(at_once, S.SIZE, dtype=torch.float64, device=like.device)
     statistics, pulled = _statistics(optimiser, window, adjoints)
@@ -114,18 +93,15 @@ def _run(
         member,
         kept,
         sums,
-        kept if directions is None else directions,
         n,
         rows * n,
         blocks,
         rows * blocks,
         T,
-        slots,
         table.shape[1],
         tensors,
         S=S,
         PULLED=pulled,
-        BACK=directions is None,
         **LAUNCH,
     )
     return sums
