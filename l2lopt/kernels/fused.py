@@ -35,6 +35,8 @@ class FusedOptimiser(Optimiser):
         self.needs_loss = reference.needs_loss
         self._update = torch.empty(0)
         self._folded: tuple[Params, Folded] | None = None
+        self._fixed: tuple[Params, Folded] | None = None
+        self._own: Params | None = None
 
     def init(
         self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None, total_steps: int | None = None
@@ -45,6 +47,21 @@ class FusedOptimiser(Optimiser):
     def phi(self) -> Params:
         """The reference's."""
         return self.reference.phi()
+
+    @torch.no_grad()
+    def fix(self, phi: Params | None = None) -> None:
+        """Multiplies the layers out for a φ that nobody changes from now on, so that no step has to look at it.
+
+        Other steps compare every number of φ with a copy. Nothing cheaper would do: the version of a tensor does not
+        count changes through `.data`, through NumPy or by a fused step of `torch.optim`.
+
+        Args:
+            phi: What `update_with_` is going to be given: this very dict, its tensors unchanged. None for the
+                parameters of the optimiser, which `update_` then takes as they are now.
+        """
+        if phi is None:
+            phi = self._own = self.phi()
+        self._fixed = phi, folding.fold(self.reference, phi)
 
     def update(
         self,
@@ -89,7 +106,8 @@ class FusedOptimiser(Optimiser):
         From the second call on nothing is allocated. A state in memory that is not its own (expanded, or shared
         between its values) is copied first.
         """
-        return self.update_with_(self.phi(), grads, state, params, loss=loss)
+        phi = self.phi() if self._own is None else self._own
+        return self.update_with_(phi, grads, state, params, loss=loss)
 
     @torch.no_grad()
     def update_with_(
@@ -105,7 +123,7 @@ class FusedOptimiser(Optimiser):
         if not self._suits(phi, grads, state, params):
             return self.reference.update_with(phi, grads, state, params, loss=loss)
         # In place, two values in one memory would overwrite each other, as would the numbers of an expanded one.
-        places = Counter(value.data_ptr() for value in state.coordinates.values())
+        places = Counter([value.data_ptr() for value in state.coordinates.values()])
         own = {
             key: value.contiguous() if places[value.data_ptr()] == 1 else value.clone(memory_format=CONTIGUOUS)
             for key, value in state.coordinates.items()
@@ -140,6 +158,8 @@ class FusedOptimiser(Optimiser):
 
     def _fold(self, phi: Params) -> Folded:
         """The layers multiplied out, anew only where a number of φ is another: that takes longer than to look."""
+        if self._fixed is not None and phi is self._fixed[0]:
+            return self._fixed[1]
         if self._folded is None or not all(_equal(value, phi[key]) for key, value in self._folded[0].items()):
             # φ is usually changed in place: without a copy it would be compared with itself and never look changed.
             copy = {key: value.clone() for key, value in phi.items()}

@@ -64,11 +64,13 @@ class FlatVector:
         if len(params) != len(self.params) or steps != self._steps:
             return False
         # By identity: who loads or replaces a state puts other tensors there, and the buffers here are then stale.
-        current = zip(params, self.params, states, self.states, self._shown, strict=True)
-        return all(
-            param is mine and state is kept and all(state.get(key) is tensor for key, tensor in shown.items())
-            for param, mine, state, kept, shown in current
-        )
+        for param, mine, state, kept, shown in zip(params, self.params, states, self.states, self._shown, strict=True):
+            if param is not mine or state is not kept:
+                return False
+            for key, tensor in shown.items():
+                if state.get(key) is not tensor:
+                    return False
+        return True
 
     def gather(self) -> tuple[Tensor, Tensor]:
         """Copies of gradients and parameters, [n] each, so that a rule never writes to the caller's memory.

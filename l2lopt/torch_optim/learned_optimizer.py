@@ -14,6 +14,7 @@ from torch.optim.optimizer import ParamsT
 
 from l2lopt import kernels, optimisers
 from l2lopt.core.errors import UserError
+from l2lopt.kernels.fused import FusedOptimiser
 from l2lopt.optimisers import Optimiser
 from l2lopt.torch_optim import sharding
 from l2lopt.torch_optim.differentiable import Differentiable, higher
@@ -318,7 +319,10 @@ class LearnedOptimizer(torch.optim.Optimizer):
         dtype, device = compute_dtype(vector.params[0]), vector.params[0].device
         if (rule_id, dtype, device) not in self._fast:
             # Of a copy: moving the rule itself would change what the other vectors and the hash stand for.
-            self._fast[rule_id, dtype, device] = kernels.fuse(deepcopy(self._rules[rule_id]).to(device, dtype))
+            fast = kernels.fuse(deepcopy(self._rules[rule_id]).to(device, dtype))
+            if isinstance(fast, FusedOptimiser):
+                fast.fix()  # nobody else has this copy's φ
+            self._fast[rule_id, dtype, device] = fast
         return self._fast[rule_id, dtype, device]
 
 

@@ -5,6 +5,7 @@ import logging
 from functools import partial
 
 import laws
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -236,6 +237,81 @@ def test_phi_is_shared():
     )
     wanted = rolled(optimiser.update, state, gradients, params, losses)
     laws.assert_close(rolled(twin.update_, state, gradients, params, losses), wanted, 2e-6)
+
+
+def _by_adam(weight, **options):
+    weight.grad = torch.ones_like(weight)
+    torch.optim.Adam([weight], lr=0.1, **options).step()
+
+
+@torch.no_grad()
+def _in_place(weight):
+    weight.mul_(2)
+
+
+@torch.no_grad()
+def _foreach(weight):
+    torch._foreach_mul_([weight], 2)
+
+
+@torch.inference_mode()
+def _in_inference(weight):
+    weight.mul_(2)
+
+
+CHANGES = {
+    "in place": lambda rule: _in_place(rule.head.weight),
+    "foreach": lambda rule: _foreach(rule.head.weight),
+    "in inference mode": lambda rule: _in_inference(rule.head.weight),
+    "in .data": lambda rule: rule.head.weight.data.mul_(2),
+    "through NumPy": lambda rule: np.multiply(rule.head.weight.detach(), 2, out=rule.head.weight.detach().numpy()),
+    "by Adam": lambda rule: _by_adam(rule.head.weight),
+    "by fused Adam": lambda rule: _by_adam(rule.head.weight, fused=True),
+    "other .data": lambda rule: setattr(rule.head.weight, "data", 2 * rule.head.weight.data),
+    "other parameter": lambda rule: setattr(rule.head, "weight", torch.nn.Parameter(2 * rule.head.weight.detach())),
+    "loaded": lambda rule: rule.load_state_dict({k: 2 * v for k, v in rule.state_dict().items()}),
+    "assigned": lambda rule: rule.load_state_dict({k: 2 * v for k, v in rule.state_dict().items()}, assign=True),
+}
+"""Ways in which φ changes between two steps. Some of them leave the version of the tensor as it was."""
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_every_change_of_phi_is_seen(change):
+    optimiser = reference(items=["log-and-sign"])
+    twin, (layout, gradients, params, losses) = kernels.fuse(optimiser, "cpu"), problem(30, steps=1)
+    state = twin.init(layout, like=params)
+    before = rolled(twin.update_, state, gradients, params, losses)
+    change(optimiser)
+    wanted = rolled(optimiser.update, state, gradients, params, losses)
+    assert not torch.equal(before[0][0], wanted[0][0])
+    for function in (twin.update_, twin.update):
+        laws.assert_close(rolled(function, state, gradients, params, losses), wanted)
+
+
+def test_phi_in_memory_that_another_had_is_seen():
+    """Temporaries of one size often lie where the last ones were, and their versions are alike."""
+    twin, (layout, gradients, params, losses) = kernels.fuse(reference(items=["log-and-sign"]), "cpu"), problem(30)
+    state = twin.init(layout, like=params)
+    for factor in (1.0, 2.0, 3.0):
+        phi = {name: factor * value.detach() for name, value in twin.phi().items()}
+        wanted = rolled(partial(twin.reference.update_with, phi), state, gradients, params, losses)
+        laws.assert_close(rolled(partial(twin.update_with_, phi), state, gradients, params, losses), wanted)
+        del phi
+
+
+def test_a_fixed_phi_is_not_looked_at():
+    """Steps with the very dict that was fixed have the same bits; another φ is still seen, and its own afterwards."""
+    twin, (layout, gradients, params, losses) = kernels.fuse(reference(items=["log-and-sign"]), "cpu"), problem(30)
+    state = twin.init(layout, like=params)
+    wanted = rolled(twin.update_, state, gradients, params, losses)
+    twin.fix()
+    twin._folded = None
+    laws.assert_same(rolled(twin.update_, state, gradients, params, losses), wanted)
+    assert twin._folded is None  # nothing was compared or multiplied out
+    other = {name: 2 * value.detach() for name, value in twin.phi().items()}
+    found = rolled(partial(twin.update_with_, other), state, gradients, params, losses)
+    laws.assert_close(found, rolled(partial(twin.reference.update_with, other), state, gradients, params, losses))
+    laws.assert_same(rolled(twin.update_, state, gradients, params, losses), wanted)
 
 
 def test_a_loss_that_is_not_given_is_asked_for():

@@ -5,6 +5,7 @@ What multiplies a whole row (a bias correction, 1/p) is left to the product that
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -31,7 +32,7 @@ class FeatureRows(NamedTuple):
 
 def log_and_sign(name: str, item: inputs.LogAndSign, step_inputs: StepInputs, step: int) -> FeatureRows:
     """Rows log max(|g|, e⁻ᵖ) and eᵖ g cut at ±1: sign g from |g| = e⁻ᵖ on. Five operations."""
-    least = _least(item.p, step_inputs.grads)
+    least = _least(item.p, step_inputs.grads.dtype)
 
     def write(rows: Sequence[Tensor], block: Block) -> None:
         size, sign = rows
@@ -116,9 +117,10 @@ FEATURES: Mapping[type[Input], Callable[[str, Any, StepInputs, int], FeatureRows
 """Input → (its name, itself, the step's inputs, its number t) → rows."""
 
 
-def _least(p: float, like: Tensor) -> float:
+@cache
+def _least(p: float, dtype: torch.dtype) -> float:
     """e⁻ᵖ as the reference rounds it."""
-    return float(torch.exp(like.new_tensor(-p)))
+    return float(torch.exp(torch.tensor(-p, dtype=dtype)))
 
 
 def _mean_square(block: Block, key: str, beta: float) -> Tensor:

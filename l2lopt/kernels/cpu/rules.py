@@ -205,7 +205,6 @@ class DirectionAndMagnitude(RuleKernel):
     def __init__(self, rule: rules.DirectionAndMagnitude, folded: Folded, phi: Params, nominal: float = 1.0) -> None:
         super().__init__(rule, folded, phi, nominal)
         self._growth = math.exp(10 * float(self.phi["log_scale"]))
-        self._log_scale = torch.zeros_like(self.phi["log_scale"])
 
     def scale(self, step: int) -> float:
         """S_t at step t, counted from 1."""
@@ -216,6 +215,11 @@ class DirectionAndMagnitude(RuleKernel):
         if nominal is not None:
             outputs[0].add_(nominal, alpha=-self.nominal)
         return torch.mul(outputs[0], outputs[1].exp_(), out=block.update)
+
+    def begin(self, trace: Trace, memory: Params) -> None:
+        """Starts the gradient of the log scale at 0."""
+        super().begin(trace, memory)
+        self._log_scale = torch.zeros_like(self.phi["log_scale"])
 
     def finish(self, scaled: Tensor, params: Tensor, scale: float) -> Tensor:
         """The update in the place of S_t d / R."""

@@ -61,7 +61,12 @@ class CPU(FusedOptimiser):
         self._idle: dict[torch.dtype, list[StepBuffers]] = {}
 
     def _suits(self, phi: Params, grads: Tensor, state: OptimiserState, params: Tensor) -> bool:
-        return _plain(phi, grads, state, params)
+        tensors = [grads, params, *phi.values(), *state.coordinates.values()]
+        return (
+            grads.shape == params.shape
+            and {(value.dtype, value.device.type) for value in tensors} in KINDS
+            and not torch._C._are_functorch_transforms_active()
+        )
 
     def _step(
         self,
@@ -75,14 +80,10 @@ class CPU(FusedOptimiser):
     ) -> tuple[Tensor, OptimiserState]:
         rule, batch = self.reference.rule, grads.shape[:-1]
         shared = {**state.shared, "step": state.shared["step"] + 1}
-        whole = Block(
-            0,
-            grads.reshape(-1),
-            params.reshape(-1),
-            {key: _flat(value, grads) for key, value in state.coordinates.items()},
-            {key: _flat(value, grads) for key, value in coordinates.items()},
-            update.view(-1),
-        )
+        before = after = {key: _flat(value, grads) for key, value in coordinates.items()}
+        if coordinates is not state.coordinates:
+            before = {key: _flat(value, grads) for key, value in state.coordinates.items()}
+        whole = Block(0, grads.reshape(-1), params.reshape(-1), before, after, update.view(-1))
         step_inputs = StepInputs(
             grads, params, shared["step"], loss, state.layout, torch.empty(0)
         )  # no kernel asks for `finite`
@@ -247,16 +248,6 @@ class StepBuffers:
 
     def _take(self, name: str, *sizes: int) -> Tensor:
         return self._memory.take(name, *sizes, self._width, like=self._cell.first)
-
-
-def _plain(phi: Params, grads: Tensor, state: OptimiserState, params: Tensor) -> bool:
-    """Whether all numbers are of one known kind in CPU memory, and no `torch.func` transform looks on."""
-    tensors = [grads, params, *phi.values(), *state.coordinates.values()]
-    return (
-        grads.shape == params.shape
-        and {(value.dtype, value.device.type) for value in tensors} in KINDS
-        and not torch._C._are_functorch_transforms_active()
-    )
 
 
 def _runs(count: int) -> list[tuple[int, int]]:
