@@ -56,8 +56,8 @@ class FusedOptimiser(Optimiser):
         count changes through `.data`, through NumPy or by a fused step of `torch.optim`.
 
         Args:
-            phi: What `update_with_` is going to be given: this very dict, its tensors unchanged. None for the
-                parameters of the optimiser, which `update_` then takes as they are now.
+            phi: The very dict that `update_with_` is going to be given, its tensors unchanged. None for the parameters
+                of the optimiser, which `update_` then takes as they are now.
         """
         if phi is None:
             phi = self._own = self.phi()
