@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import _inductor, nn
 
+from l2lopt.kernels import graph
 from l2lopt.kernels.graph import CompiledFunction, NotCompiledError
 
 
@@ -65,6 +66,22 @@ def test_gradients_are_recorded(as_recorded):
 def test_python_that_looks_at_numbers_is_refused(as_recorded, function):
     with pytest.raises(NotCompiledError, match=r"Error|Exception"):
         CompiledFunction(function, torch.ones(2))
+
+
+def test_a_function_of_too_many_operations_is_refused_before_it_is_recorded(as_recorded, monkeypatch):
+    """Operations as they are made count, those of gradients too."""
+
+    def powers(x):
+        return x.cos() * x * x
+
+    monkeypatch.setattr(graph, "MOST_OPERATIONS", 3)
+    CompiledFunction(powers, torch.ones(2))
+    monkeypatch.setattr(graph, "MOST_OPERATIONS", 2)
+    with pytest.raises(NotCompiledError, match=r"^3 operations are more than the 2 compiled$"):
+        CompiledFunction(powers, torch.ones(2))
+    with pytest.raises(NotCompiledError, match="operations"):
+        CompiledFunction(torch.func.grad(lambda x: x.cos().sum()), torch.ones(2))
+    assert len(as_recorded) == 1
 
 
 def test_a_compiler_that_is_missing_or_wrong_is_told(as_recorded, monkeypatch):
