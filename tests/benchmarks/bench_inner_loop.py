@@ -6,7 +6,7 @@ python tests/benchmarks/bench_inner_loop.py [--problems mlp-20 mlp-50-50 …] [-
 One thread each. Every variant makes the same steps from the same initial values, 64 for small problems; the losses are
 compared first. Times are medians of interleaved rounds, in µs per step of one row; a compilation is not in them. JAX
 and Optax come with `uv sync --group jax`. The language model, the transformer and the ResNet need L2LOPT_DATA, have no
-form in JAX, and take up to two minutes to compile; steps of more operations than are compiled stay eager, which is said.
+form in JAX, and take up to two minutes to compile. Where a step has too many operations to be compiled, a line says so.
 """
 
 import argparse
