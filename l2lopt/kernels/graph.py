@@ -148,16 +148,21 @@ def _drop_handed_on(graph: fx.GraphModule) -> list[int | None]:
 def _keep_small_results(graph: fx.GraphModule) -> None:
     """Lets every result that much wider ones are computed from have memory of its own.
 
-    Inductor would compute it anew inside their loops: a power of the step count at every coordinate.
+    Inductor would compute it anew inside their loops: a power of the step count at every coordinate. Constants are left
+    to it: it knows that all their numbers are one, and gives them strides of their own.
     """
+    changing: set[fx.Node] = set()
     for node in list(graph.graph.nodes):
+        if node.op == "placeholder" or not changing.isdisjoint(node.all_input_nodes):
+            changing.add(node)
         value = node.meta.get("val")
-        small = node.op == "call_function" and isinstance(value, Tensor) and not _is_view(node)
+        small = node in changing and node.op == "call_function" and isinstance(value, Tensor) and not _is_view(node)
         if small and value.is_contiguous() and _widest(node) >= WIDER * max(value.numel(), 1):
             with graph.graph.inserting_after(node):
                 # A view by strides needs memory to look at.
                 view = torch.ops.aten.as_strided.default
                 kept = graph.graph.call_function(view, (node, list(value.shape), list(value.stride())))
+                changing.add(kept)
             node.replace_all_uses_with(kept, delete_user_cb=lambda user, kept=kept: user is not kept)
     graph.recompile()
 

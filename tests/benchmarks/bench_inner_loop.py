@@ -42,7 +42,7 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "resnet": {"name": "resnet", "width": 8, "batch_size": 16},
 }
 RULES: dict[str, Callable[[], optimisers.Optimiser]] = {
-    "adam": lambda: optimisers.make("adam", lr=0.01),
+    "adam": lambda: optimisers.make("adam", lr=0.001),
     "muon": lambda: optimisers.make("muon", lr=0.01),
     "harness": lambda: optimisers.make("normalised-muon"),
     "coordinatewise": lambda: kernels.fuse(optimisers.make("coordinatewise")),
@@ -93,7 +93,7 @@ class Runs:
         if problem not in models or rule not in ("adam", "harness"):
             return None
         fan_ins = dict(zip(self.layout.names, self.layout.fan_ins, strict=True))
-        made = there.adam(0.01) if rule == "adam" else there.harness(fan_ins, self.steps)
+        made = there.adam(0.001) if rule == "adam" else there.harness(fan_ins, self.steps)
         shapes = zip(self.layout.names, self.layout.split(self.params), self.layout.shapes, strict=True)
         params = {name: part.view(self.rows, *shape).numpy() for name, part, shape in shapes}
         indexed = self.task.indexed_batches("train")

@@ -113,6 +113,18 @@ def test_what_is_computed_once_stays_out_of_wide_loops(as_recorded):
     )
 
 
+def test_constants_get_no_memory_of_their_own(as_recorded):
+    """Inductor gives a constant strides of its own; a small result of a kept one is kept all the same."""
+
+    def function(x, step):
+        constant, power = torch.full((2,), 3.0).exp(), 0.9**step
+        return x * constant * power * power.cos()
+
+    CompiledFunction(function, torch.ones(64, 2), torch.tensor(3))
+    kept = as_recorded[0].graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default)
+    assert [node.args[0].target.overloadpacket for node in kept] == [torch.ops.aten.pow, torch.ops.aten.cos]
+
+
 @pytest.mark.parametrize("rows", [1, 2])
 def test_parts_of_a_small_result_are_the_right_ones(rows):
     """A part of a single row is contiguous, but does not begin where its memory does."""
