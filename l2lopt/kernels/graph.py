@@ -15,6 +15,8 @@ WIDER = 16
 """How many times as many numbers what is computed from a tensor must have for the tensor to get memory of its own."""
 MOST_OPERATIONS = 2000
 """Operations of a function that is compiled, at most: so many take about a minute, and a long recurrence far more."""
+_FILLED = {getattr(torch.ops.aten, f"{name}_like").default for name in ("ones", "zeros", "full")}
+"""Operations that give a constant whatever numbers they are given."""
 _compiled: dict[Any, Callable[..., Any]] = {}
 """Graph, its inputs' kinds and the number of threads → compiled function."""
 
@@ -153,7 +155,7 @@ def _keep_small_results(graph: fx.GraphModule) -> None:
     """
     changing: set[fx.Node] = set()
     for node in list(graph.graph.nodes):
-        if node.op == "placeholder" or not changing.isdisjoint(node.all_input_nodes):
+        if node.target not in _FILLED and (node.op == "placeholder" or not changing.isdisjoint(node.all_input_nodes)):
             changing.add(node)
         value = node.meta.get("val")
         small = node in changing and node.op == "call_function" and isinstance(value, Tensor) and not _is_view(node)

@@ -118,7 +118,7 @@ def test_constants_get_no_memory_of_their_own(as_recorded):
 
     def function(x, step):
         constant, power = torch.full((2,), 3.0).exp(), 0.9**step
-        return x * constant * power * power.cos()
+        return x * constant * torch.ones_like(power).exp() * power * power.cos()
 
     CompiledFunction(function, torch.ones(64, 2), torch.tensor(3))
     kept = as_recorded[0].graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default)
