@@ -227,7 +227,7 @@ class GivenMask(nn.Module):
 
 
 def _with_given_masks(module: nn.Module) -> nn.Module:
-    """The module with every dropout layer replaced by a `GivenMask`."""
+    """The module with a `GivenMask` in the place of every dropout layer that drops anything."""
     for name, layer in list(module.named_modules(remove_duplicate=False)):
         if isinstance(layer, _BatchNorm) and layer.momentum is None:
             found, remedy = "momentum=None", "give batch norm a momentum"
@@ -240,7 +240,8 @@ def _with_given_masks(module: nn.Module) -> nn.Module:
             raise UserError(f"layer {name!r}", expected="a loss that is pure", found=found, remedy=remedy)
         if isinstance(layer, _DROPOUTS):
             spatial = next(n for n, kind in enumerate(_DROPOUTS) if isinstance(layer, kind))
-            given = GivenMask(layer.p, spatial)
+            # One that drops nothing has no mask, or every batch would carry ones.
+            given = GivenMask(layer.p, spatial) if layer.p else nn.Identity()
             if not name:
                 return given
             parent, _, child = name.rpartition(".")  # a layer that stands at two places gets a mask at each

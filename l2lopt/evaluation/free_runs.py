@@ -44,12 +44,14 @@ class Curves(NamedTuple):
         losses: Split → the test-mode losses on all of it, [recorded steps, S].
         first: Training-mode losses on the first batch, [S].
         seconds: Time of one step of one run.
+        reading: Time of the evaluations, spread over all steps of all runs; 0 where the runs were not made just now.
     """
 
     steps: list[int]
     losses: dict[Split, Tensor]
     first: Tensor
     seconds: float
+    reading: float = 0.0
 
 
 RunCache: TypeAlias = Callable[[Mapping[str, Any], Callable[[], Curves]], Curves]
@@ -136,7 +138,8 @@ def _side_by_side(optimiser: Optimiser, optimisee: Optimisee, seeds: Sequence[in
     carry = Carry(params, aux, optimiser.init(layout, (len(seeds),), like=params, total_steps=course.total_steps))
     advance = _steps(loss, optimiser, carry, batches, course.backend)
     losses: dict[Split, list[Tensor]] = {split: [] for split in splits}
-    marks, seconds, step, values = sorted(set(course.record)), 0.0, 0, params.new_zeros(len(seeds))
+    marks, step, values = sorted(set(course.record)), 0, params.new_zeros(len(seeds))
+    seconds = reading = 0.0
     first, nothing = params.new_full((len(seeds),), torch.inf), params.new_full((len(seeds),), torch.nan)
     lost = False
     for mark in marks:
@@ -149,12 +152,15 @@ def _side_by_side(optimiser: Optimiser, optimisee: Optimisee, seeds: Sequence[in
             first = values if step == 0 else first
             step += count
             lost = _lost(values, carry.params)
+        start = time.perf_counter()
         for split in splits:
             found = nothing if lost else evaluate_rows(optimisee, layout, split, seeds, carry.params, carry.aux)
             losses[split].append(found)
+        reading += _since(start, carry.params)
         course.report(course.stage, mark, last, {split: float(losses[split][-1].mean()) for split in splits})
     taken = {split: torch.stack(values).cpu() for split, values in losses.items()}
-    return Curves(marks, taken, first.cpu(), seconds / max(1, step * len(seeds)))
+    made = max(1, step * len(seeds))
+    return Curves(marks, taken, first.cpu(), seconds / made, reading / made)
 
 
 def _steps(loss: Loss, optimiser: Optimiser, carry: Carry, batches: BatchesOfRows, backend: Backend) -> InnerSteps:
@@ -178,17 +184,18 @@ def _one_by_one(factory: OptimizerFactory, optimisee: Optimisee, seed: int, cour
     made = factory(list(params.items()))
     optimizers = [made] if isinstance(made, Optimizer) else list(made)
     losses: dict[Split, list[Tensor]] = {split: [] for split in splits}
-    marks, seconds, steps, lost = set(course.record), 0.0, 0, False
+    marks, seconds, reading, steps, lost = set(course.record), 0.0, 0.0, 0, False
     value = first = next(iter(params.values())).new_full((), torch.inf)
     for step in range(last + 1):
         flat = layout.ravel(params).detach()
         lost = lost or (step > 0 and _lost(value[None], flat))
         if step in marks:
             _set_mode(optimizers, "eval")  # moves the parameters of schedule-free optimisers
-            flat, rows = layout.ravel(params).detach()[None], stack([aux])
+            start, flat, rows = time.perf_counter(), layout.ravel(params).detach()[None], stack([aux])
             for split in splits:
                 nothing = flat.new_full((1,), torch.nan)
                 losses[split].append(nothing if lost else evaluate_rows(optimisee, layout, split, [seed], flat, rows))
+            reading += _since(start, flat)
             course.report(course.stage, step, last, {split: float(losses[split][-1]) for split in splits})
         if step < last and not lost:
             start = time.perf_counter()
@@ -198,7 +205,7 @@ def _one_by_one(factory: OptimizerFactory, optimisee: Optimisee, seed: int, cour
             seconds += _since(start, flat)
             steps += 1
     taken = {split: torch.stack(values).cpu() for split, values in losses.items()}
-    return Curves(sorted(marks), taken, first[None].cpu(), seconds / max(1, steps))
+    return Curves(sorted(marks), taken, first[None].cpu(), seconds / max(1, steps), reading / max(1, steps))
 
 
 def _torch_step(
@@ -272,7 +279,8 @@ def _joined(parts: Sequence[Curves], splits: Sequence[Split]) -> Curves:
     """The curves of several groups of runs as those of all."""
     losses = {split: torch.cat([part.losses[split] for part in parts], dim=1) for split in splits}
     first = torch.cat([part.first for part in parts])
-    return Curves(parts[0].steps, losses, first, fmean(part.seconds for part in parts))
+    seconds, reading = (fmean(times) for times in zip(*((part.seconds, part.reading) for part in parts), strict=True))
+    return Curves(parts[0].steps, losses, first, seconds, reading)
 
 
 def run_groups(

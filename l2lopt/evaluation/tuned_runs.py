@@ -1,8 +1,9 @@
 """The runs of a contestant: rates chosen on problems that nobody reports, then the reported problems."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from l2lopt.evaluation.settings import SPLITS, EvaluationSettings
 from l2lopt.evaluation.step_backend import StepBackend, step_backend
 from l2lopt.optimisee import Optimisee, Split
 
+_log = logging.getLogger("l2lopt")
+MUCH_READING, WORTH_SAYING = 0.1, 1.0
+"""Share of evaluations in the time of a contestant's runs above which a line says so, if they took so many seconds."""
 ByStep: TypeAlias = dict[int, Tensor]
 """Step → the loss of each problem, [S]."""
 
@@ -108,6 +112,38 @@ def optimiser_run(contestant: Contestant, problems: Problems) -> OptimiserRun:
     Raises:
         UserError: For a problem without held-out samples, where there are rates to choose from.
     """
+    made: list[Curves] = []
+
+    def noted(work: Mapping[str, Any], make: Callable[[], Curves]) -> Curves:
+        def run() -> Curves:
+            made.append(make())
+            return made[-1]
+
+        return problems.cache(work, run)
+
+    run = _best_run(contestant, replace(problems, cache=noted))
+    reading, whole = reading_time(made)
+    if reading > max(MUCH_READING * whole, WORTH_SAYING):
+        hint = "fewer evaluation samples of the problem, or fewer horizons, take less"
+        _log.info(
+            "%s: evaluations took %.0f %% of the time of its runs; %s", contestant.name, 100 * reading / whole, hint
+        )
+    return run
+
+
+def reading_time(runs: Sequence[Curves]) -> tuple[float, float]:
+    """The seconds that some runs took for evaluations, and for evaluations and steps.
+
+    Args:
+        runs: Curves of runs that were made just now.
+    """
+    counts = [run.steps[-1] * len(run.first) for run in runs]
+    reading = sum(count * run.reading for count, run in zip(counts, runs, strict=True))
+    return reading, reading + sum(count * run.seconds for count, run in zip(counts, runs, strict=True))
+
+
+def _best_run(contestant: Contestant, problems: Problems) -> OptimiserRun:
+    """`optimiser_run` itself."""
     horizons = problems.settings.checked_horizons()
     form = step_backend(contestant, problems.optimisee, problems.settings)
     if len(contestant.rates) > 1:
@@ -144,17 +180,18 @@ def _run(
     contestant: Contestant,
     tuned: TunedRun | tuple[Tensor, int],
     marks: Sequence[int],
+    splits: Sequence[Split],
     problems: Problems,
     form: StepBackend,
     tuning: bool,
 ) -> Curves:
     """Runs at a rate, or at one for each run, on the reported problems or on those of the tuning."""
     rates, length = tuned
-    seeds, splits, stage = problems.reported, SPLITS, contestant.name
+    seeds, stage = problems.reported, contestant.name
     if tuning:
         assert isinstance(rates, Tensor)
         # Each rate in turn on all seeds: every rate meets the same problems.
-        seeds, splits = problems.tuning * (len(rates) // len(problems.tuning)), tuple(CHOSEN_ON.values())
+        seeds = problems.tuning * (len(rates) // len(problems.tuning))
         stage = f"tune {contestant.name}"
     return run_groups(
         contestant.at(rates, length),
@@ -182,7 +219,8 @@ def _tune(contestant: Contestant, problems: Problems, form: StepBackend) -> Choi
         # A schedule that ends later is tried for an earlier horizon, too.
         marks = [horizon for horizon in horizons if horizon <= length]
         grid = rates.repeat_interleave(len(seeds)), length
-        found = _by_step(_run(contestant, grid, marks, problems, form, tuning=True))
+        taken = _run(contestant, grid, marks, tuple(CHOSEN_ON.values()), problems, form, tuning=True)
+        found = _by_step(taken)
         for split, judge in CHOSEN_ON.items():
             for horizon, losses in found[judge].items():
                 # NaN compares as false, so min() could choose a rate that diverged: it counts as infinite.
@@ -207,14 +245,22 @@ def _curve(
     curve: dict[Split, ByStep] = {split: {} for split in SPLITS}
     seconds, firsts = 0.0, []
     for run, places in served.items():
-        last = max(horizon for _, horizon in places)
-        taken = _run(contestant, run, [step for step in record if step <= last], problems, form, tuning=False)
+        # Only what is shown of it is read: an evaluation of all runs takes as long as several steps of them.
+        shown = {place: _shown(record, chosen, *place) for place in places}
+        splits = tuple(split for split in SPLITS if any(split == place[0] for place in places))
+        marks = sorted(set[int]().union(*shown.values()))
+        taken = _run(contestant, run, marks, splits, problems, form, tuning=False)
         by_step, seconds = _by_step(taken), max(seconds, taken.seconds)
         firsts.append(taken.first)
-        for split, horizon in places:
-            begin = max((earlier + 1 for earlier in chosen[split] if earlier < horizon), default=0)
-            curve[split] |= {step: losses for step, losses in by_step[split].items() if begin <= step <= horizon}
+        for (split, _), steps in shown.items():
+            curve[split] |= {step: by_step[split][step] for step in steps}
     return {split: dict(sorted(by_step.items())) for split, by_step in curve.items()}, firsts[0], seconds
+
+
+def _shown(record: Sequence[int], chosen: Choices, split: Split, horizon: int) -> list[int]:
+    """The recorded steps at which the run chosen for a horizon is shown: those for which it is the next horizon."""
+    begin = max((earlier + 1 for earlier in chosen[split] if earlier < horizon), default=0)
+    return [step for step in record if begin <= step <= horizon]
 
 
 def _edges(contestant: Contestant, chosen: Choices) -> list[str]:

@@ -13,10 +13,12 @@ from l2lopt.core.layout import Layout, Params
 from l2lopt.core.registry import Choice
 from l2lopt.core.seeding import seed_of
 from l2lopt.core.types import Aux, Batch, Carry
+from l2lopt.evaluation import contestants
 from l2lopt.evaluation.comparison import tunes
-from l2lopt.evaluation.contestants import Runner
+from l2lopt.evaluation.contestants import Contestant
 from l2lopt.evaluation.free_runs import record_steps, run_free
 from l2lopt.evaluation.settings import SPLITS, Baseline
+from l2lopt.evaluation.step_backend import StepBackend, step_backend
 from l2lopt.evaluation.tuned_runs import CHOSEN_ON
 from l2lopt.experiments import build
 from l2lopt.experiments.build import Experiment
@@ -48,7 +50,8 @@ class Costs(NamedTuple):
     """Seconds.
 
     Attributes:
-        learned: A free step of one problem with the learned optimiser.
+        learned: A free step of one problem with the learned optimiser, in the form that the comparison will have.
+        validated: A free step of one problem in a validation, which is eager.
         knows_end: Whether that optimiser has a run of its own for each horizon.
         unrolled: A step of an unroll, its part of the meta-gradient included; 0 where nothing is meta-trained.
         evaluations: Split → an evaluation of one network on it.
@@ -56,6 +59,7 @@ class Costs(NamedTuple):
     """
 
     learned: float
+    validated: float
     knows_end: bool
     unrolled: float
     evaluations: dict[Split, float]
@@ -70,7 +74,7 @@ class Costs(NamedTuple):
         validations = 2 + (meta.updates - 1) // meta.validate_every
         problems = validation.seeds * (1 + len(config.mixed_with))
         horizons = set(validation.horizons)
-        each = max(horizons) * self.learned + len(horizons) * self.evaluations[validation.split]
+        each = max(horizons) * self.validated + len(horizons) * self.evaluations[validation.split]
         return meta.updates * meta.batch * steps * self.unrolled + validations * problems * each
 
     def learned_run(self, config: Config, tuned: bool = False) -> float:
@@ -94,8 +98,7 @@ class Costs(NamedTuple):
             tuned = sum(length * step + sum(horizon <= length for horizon in horizons) * each for length in lengths)
             tuning = settings.tuning_seeds * rates * tuned
         each = sum(self.evaluations[split] for split in SPLITS)
-        marks = record_steps(settings.steps, horizons)
-        read = sum(sum(mark <= length for mark in marks) for length in lengths)
+        read = len(record_steps(settings.steps, horizons))  # each of them once, whatever run is shown there
         return tuning + settings.seeds * (sum(lengths) * step + read * each)
 
 
@@ -134,6 +137,9 @@ def forecast(planned: Sequence[PlannedRun]) -> dict[str, float]:
 def measure_costs(experiment: Experiment, baselines: Sequence[Baseline] = (), unrolls: bool = True) -> Costs:
     """Runs some steps of each kind on the first problem.
 
+    Free steps have the form that the comparison will have: one that will be compiled is compiled here, which the
+    comparison then finds made, in this process or on disk.
+
     Args:
         experiment: Experiment whose steps are timed.
         baselines: Baselines that are timed as well.
@@ -141,26 +147,36 @@ def measure_costs(experiment: Experiment, baselines: Sequence[Baseline] = (), un
     """
     config, optimisee = experiment.config, experiment.optimisee
     settings = config.evaluation
-    seeds = [seed_of("forecast", index) for index in range(min(settings.rows or settings.seeds, settings.seeds))]
+    first = seed_of("forecast", 0)
 
-    def step(optimiser: Runner) -> float:
-        run_free(optimiser, optimisee, seeds, [1], splits=())  # whatever is made once
-        return run_free(optimiser, optimisee, seeds, [2], splits=()).seconds
+    def step(contestant: Contestant, form: StepBackend | None = None) -> float:
+        """Of one problem, in a group as large as those to come; by default in the comparison's form."""
+        form = form or step_backend(contestant, optimisee, settings)
+        compiled, at = form.backend == "compile", contestant.at(contestant.rates[0], settings.steps)
+        count = (form.rows if compiled else min(form.rows or settings.seeds, settings.seeds)) or 1
+        seeds, group = [seed_of("forecast", index) for index in range(count)], slice(0, count)
+        optimiser = at.build_rows(group, count) if compiled else at.build(group)
+        run_free(optimiser, optimisee, seeds, [1], splits=(), backend=form.backend)  # whatever is made once
+        return run_free(optimiser, optimisee, seeds, [2], splits=(), backend=form.backend).seconds
 
-    params, aux = optimisee.init(seeds[0])
+    params, aux = optimisee.init(first)
     evaluations = {}
     tuning = CHOSEN_ON.values() if tunes(settings) else ()
     for split in sorted({*SPLITS, *tuning, config.validation.split}):
-        parts = list(optimisee.evaluation_batches(split, seeds[0]))
+        parts = list(optimisee.evaluation_batches(split, first))
         batch, count = parts[0]
         seconds = _seconds(partial(_evaluate, optimisee, params, aux, batch))
         evaluations[split] = seconds * sum(other for _, other in parts) / count
+    own = contestants.learned("learned", kernels.fuse(experiment.optimiser, config.backend))
+    form = step_backend(own, optimisee, settings)
+    learned = step(own, form)
     return Costs(
-        learned=step(kernels.fuse(experiment.optimiser, config.backend)),
+        learned=learned,
+        validated=step(own, StepBackend("eager", settings.rows)) if unrolls and form.backend == "compile" else learned,
         knows_end=experiment.optimiser.knows_end,
-        unrolled=_unrolled(experiment, seeds[0]) if unrolls else 0.0,
+        unrolled=_unrolled(experiment, first) if unrolls else 0.0,
         evaluations=evaluations,
-        baselines={one.name: step(one.build(min(one.rates), settings.steps)) for one in baselines},
+        baselines={one.name: step(one.contestant()) for one in baselines},
     )
 
 

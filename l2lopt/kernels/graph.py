@@ -8,10 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _log = logging.getLogger("l2lopt")
 WIDER = 16
 """How many times as many numbers what is computed from a tensor must have for the tensor to get memory of its own."""
+MOST_OPERATIONS = 2000
+"""Operations of a function that is compiled, at most: so many take about a minute, and a long recurrence far more."""
+_FILLED = {getattr(torch.ops.aten, f"{name}_like").default for name in ("ones", "zeros", "full")}
+"""Operations that give a constant whatever numbers they are given."""
 _compiled: dict[Any, Callable[..., Any]] = {}
 """Graph, its inputs' kinds and the number of threads → compiled function."""
 
@@ -28,14 +33,17 @@ class CompiledFunction:
     inputs of the graph, so functions that differ in nothing else share one compilation; inductor keeps compilations on
     disk, too. Nothing is compiled unless the result on the example equals the function's own up to rounding.
 
-    Cost: on a CPU some 20 ms an operation, the first time on a machine; else a recording, 1 ms an operation.
+    Cost: on a CPU some 20 to 40 ms an operation, the first time on a machine; else a recording, 1 ms an operation. The
+    steps of a recurrence are operations of their own, so that a window of 35 tokens has thousands: more than
+    `MOST_OPERATIONS` are refused before anything is recorded.
 
     Args:
         function: Pure function of tensors. What it closes over stays as it is.
         example: Arguments like those to come.
 
     Raises:
-        NotCompiledError: If there is no compiler, Python looks at numbers, or the results differ.
+        NotCompiledError: If there is no compiler, Python looks at numbers, there are too many operations, or the
+            results differ.
 
     Example:
         >>> import torch
@@ -58,7 +66,11 @@ class CompiledFunction:
             return results
 
         # First of all as it is, so that what layouts make once and keep is there: each recording then has it alike.
-        expected, nudged = flat(*inputs), flat(*map(_nudged, inputs))
+        expected, others = flat(*inputs), [_nudged(value) for value in inputs]
+        with _Counted() as counted:
+            nudged = flat(*others)
+        if counted.operations > MOST_OPERATIONS:
+            raise NotCompiledError(f"{counted.operations:,} operations are more than the {MOST_OPERATIONS:,} compiled")
         try:
             graph = make_fx(flat)(*inputs)
             self._constants = _lift_constants(graph)
@@ -96,6 +108,18 @@ class CompiledFunction:
         return [next(made) if source is None else known[source] for source in self._handed_on]
 
 
+class _Counted(TorchDispatchMode):
+    """Counts the operations that are made within it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch says no types there
+        self.operations = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += 1
+        return operation(*args, **(kwargs or {}))
+
+
 def _lift_constants(graph: fx.GraphModule) -> list[Tensor]:
     """Makes the tensors that the graph has closed over inputs after its others, and gives them."""
     constants: list[Tensor] = []
@@ -110,7 +134,6 @@ def _lift_constants(graph: fx.GraphModule) -> list[Tensor]:
             constants.append(constant)
         node.replace_all_uses_with(lifted[node.target])
         graph.graph.erase_node(node)
-    graph.recompile()
     return constants
 
 
@@ -121,23 +144,27 @@ def _drop_handed_on(graph: fx.GraphModule) -> list[int | None]:
     (results,) = output.args
     assert isinstance(results, list)
     output.args = ([node for node in results if node not in inputs],)
-    graph.recompile()
     return [inputs.get(node) for node in results]
 
 
 def _keep_small_results(graph: fx.GraphModule) -> None:
     """Lets every result that much wider ones are computed from have memory of its own.
 
-    Inductor would compute it anew inside their loops: a power of the step count at every coordinate.
+    Inductor would compute it anew inside their loops: a power of the step count at every coordinate. Constants are left
+    to it: it knows that all their numbers are one, and gives them strides of their own.
     """
+    changing: set[fx.Node] = set()
     for node in list(graph.graph.nodes):
+        if node.target not in _FILLED and (node.op == "placeholder" or not changing.isdisjoint(node.all_input_nodes)):
+            changing.add(node)
         value = node.meta.get("val")
-        small = node.op == "call_function" and isinstance(value, Tensor) and not _is_view(node)
+        small = node in changing and node.op == "call_function" and isinstance(value, Tensor) and not _is_view(node)
         if small and value.is_contiguous() and _widest(node) >= WIDER * max(value.numel(), 1):
             with graph.graph.inserting_after(node):
                 # A view by strides needs memory to look at.
                 view = torch.ops.aten.as_strided.default
                 kept = graph.graph.call_function(view, (node, list(value.shape), list(value.stride())))
+                changing.add(kept)
             node.replace_all_uses_with(kept, delete_user_cb=lambda user, kept=kept: user is not kept)
     graph.recompile()
 

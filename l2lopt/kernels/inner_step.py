@@ -62,7 +62,8 @@ def compiled_steps(loss: Loss, optimiser: Optimiser, carry: Carry, samples: Batc
     """Steps each of which is one compiled graph, samples gathered inside; for as many rows as the carry has.
 
     A rule with a fused step of its own keeps it, since that is quicker than what a compiler makes of it: the gradients
-    alone are compiled then.
+    alone are compiled then. On batches of other shapes than the first, as windows of varying length are, steps are
+    eager.
 
     Args:
         loss: Loss of rows.
@@ -72,8 +73,21 @@ def compiled_steps(loss: Loss, optimiser: Optimiser, carry: Carry, samples: Batc
         places: Places of that step.
 
     Raises:
-        NotCompiledError: If there is no compiler, or Python looks at numbers on the way.
+        NotCompiledError: If there is no compiler, Python looks at numbers on the way, or the step is too long.
     """
+    made, eager = _compiled_steps(loss, optimiser, carry, samples, places), eager_steps(loss, optimiser)
+    shapes = _shapes(samples)
+
+    def steps(carry: Carry, samples: Batch, places: Tensor | None) -> tuple[Tensor, Carry]:
+        return (made if _shapes(samples) == shapes else eager)(carry, samples, places)
+
+    return steps
+
+
+def _compiled_steps(
+    loss: Loss, optimiser: Optimiser, carry: Carry, samples: Batch, places: Tensor | None
+) -> InnerSteps:
+    """Compiled steps for batches of the shapes given."""
 
     def gradients(params: Tensor, aux: Aux, batch: Batch) -> tuple[Tensor, tuple[Tensor, Aux]]:
         def summed(theta: Tensor) -> tuple[Tensor, tuple[Tensor, Aux]]:
@@ -117,6 +131,10 @@ def compiled_steps(loss: Loss, optimiser: Optimiser, carry: Carry, samples: Batc
         return values, carry
 
     return with_fused_update
+
+
+def _shapes(batch: Batch) -> list[torch.Size]:
+    return [leaf.shape for leaf in pytree.tree_leaves(batch)]
 
 
 def gathered(samples: Batch, index: Tensor | None) -> Batch:

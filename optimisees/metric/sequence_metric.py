@@ -1,6 +1,7 @@
 """Metrics of sequences learned by siamese and coupled GRUs (Compagnon et al. 2021), as an optimisee on UCI HAR."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -16,7 +17,7 @@ from l2lopt.core.references import References
 from l2lopt.core.registry import Choice
 from l2lopt.core.seeding import generator, seed_of, seeded
 from l2lopt.core.types import Aux, Batch, Report, silent
-from l2lopt.optimisee import Optimisee, Split, StepInfo
+from l2lopt.optimisee import IndexedBatches, Optimisee, Split, StepInfo
 from optimisees.data import har
 from optimisees.data.datasets import data_root
 from optimisees.data.har import Windows
@@ -94,6 +95,7 @@ class SequenceMetric(Optimisee):
         parts: dict[Split, Windows | None] = {"train": train, "inner": inner, "heldout": heldout, "test": test}
         self._windows = {split: part.standardised(inner) for split, part in parts.items() if part is not None}
         self._inputs = {split: part.signals.to(self.device, self.dtype) for split, part in self._windows.items()}
+        self._targets = {split: part.labels.to(self.device) for split, part in self._windows.items()}
         self.channels = train.signals.shape[1]
         self._whole: dict[Split, list[tuple[Batch, int]]] = {}
         with seeded(0):
@@ -114,9 +116,12 @@ class SequenceMetric(Optimisee):
 
     def batch(self, split: Split, seed: int, step: int) -> Batch:
         """{"inputs" [n, 9, T], "targets" [n]}, n = classes · `per_class`."""
-        source = generator("windows", split, seed, step)
-        drawn = [own[torch.randperm(len(own), generator=source)[: self.per_class]] for own in self._members(split)]
-        return self._at(split, torch.cat(drawn))
+        return self._at(split, self._drawn(split, seed, step, 1)[0])
+
+    def indexed_batches(self, split: Split) -> IndexedBatches:
+        """The split's windows and their labels, by their places."""
+        samples = {"inputs": self.inputs(split), "targets": self._targets[split]}
+        return IndexedBatches(samples, partial(self._drawn, split))
 
     def loss(self, params: Params, aux: Aux, batch: Batch) -> tuple[Tensor, Aux]:
         """The structural loss, and its running means after the batch."""
@@ -228,9 +233,18 @@ class SequenceMetric(Optimisee):
         output: Tensor = functional_call(self.stack, params, (x,))[0]
         return output[-1]
 
+    def _drawn(self, split: Split, seed: int, first: int, count: int) -> Tensor:
+        """The windows of `count` steps from `first` on, [count, classes · `per_class`], by a seed for each step."""
+        members, found = self._members(split), []
+        for step in range(first, first + count):
+            source = generator("windows", split, seed, step)
+            drawn = [own[torch.randperm(len(own), generator=source)[: self.per_class]] for own in members]
+            found.append(torch.cat(drawn))
+        return torch.stack(found)
+
     def _at(self, split: Split, rows: Tensor) -> Batch:
-        targets = self.windows(split).labels[rows].to(self.device)
-        return {"inputs": self.inputs(split)[rows.to(self.device)], "targets": targets}
+        rows = rows.to(self.device)
+        return {"inputs": self.inputs(split)[rows], "targets": self._targets[split][rows]}
 
     def _members(self, split: Split) -> list[Tensor]:
         """The windows of each activity."""

@@ -14,11 +14,11 @@ from l2lopt import optimisers
 from l2lopt.core.errors import UserError
 from l2lopt.core.layout import Layout
 from l2lopt.core.seeding import seed_of
-from l2lopt.evaluation import comparison
+from l2lopt.evaluation import comparison, free_runs
 from l2lopt.evaluation.comparison import interval
 from l2lopt.evaluation.free_runs import record_steps, run_free
 from l2lopt.evaluation.settings import Baseline, EvaluationSettings, half_decades
-from l2lopt.evaluation.tuned_runs import OptimiserRun, TunedRun
+from l2lopt.evaluation.tuned_runs import OptimiserRun, TunedRun, reading_time
 from l2lopt.optimisee import Optimisee, evaluate_rows, init_rows
 from l2lopt.optimisers import SGD, NormalisedMuon, Optimiser
 
@@ -219,6 +219,42 @@ def test_a_baselines_curve_is_the_run_tuned_for_the_next_horizon(quadratic):
         if row.optimiser == "sgd" and row.split == "train" and row.seed == 0:
             rate = result.chosen["sgd"]["train"][5 if row.step <= 5 else 12].rate
             assert row.loss == pytest.approx(by_hand(quadratic, rate, seed, row.step)[row.step], rel=1e-9)
+
+
+def test_of_chosen_runs_only_what_is_shown_is_evaluated(quadratic, monkeypatch):
+    """Each split once at each recorded step, however many runs share the curve; tuning reads the horizons alone."""
+    asked = []
+
+    def evaluate(task, layout, split, seeds, params, aux):
+        asked.append((split, len(seeds)))
+        return evaluate_rows(task, layout, split, seeds, params, aux)
+
+    monkeypatch.setattr(free_runs, "evaluate_rows", evaluate)
+    adamw = settings().baselines[1:]
+    result = comparison.evaluate({}, quadratic, settings(baselines=adamw))
+    assert [len(set(by_horizon.values())) for by_horizon in result.chosen["adamw"].values()] == [2, 2]
+    assert asked.count(("train", 3)) == asked.count(("test", 3)) == len(record_steps(12, [5, 12]))
+    # Runs of 5 and 12 steps for all rates and seeds, read at 5, and at 5 and 12.
+    assert asked.count(("inner", 6)) == asked.count(("heldout", 6)) == 3
+
+
+@pytest.mark.parametrize(("each", "told"), [(2.0, True), (0.01, False)])
+def test_evaluations_that_take_much_of_the_time_are_told_once(quadratic, monkeypatch, caplog, each, told):
+    """Every stretch of steps and every evaluation of both splits takes the same time, long or short."""
+    monkeypatch.setattr(free_runs, "_since", lambda start, like: each)
+    with caplog.at_level("INFO", logger="l2lopt"):
+        comparison.evaluate({}, quadratic, settings(baselines=settings().baselines[:1]))
+    lines = [record.getMessage() for record in caplog.records if "evaluations took" in record.getMessage()]
+    assert len(lines) == told
+    assert all(line.startswith("sgd: ") for line in lines)
+
+
+def test_the_time_of_evaluations_is_that_of_all_runs():
+    """Of 2 runs of 10 steps at 3 s, 1 of them for evaluations, and of one run of 4 steps at 5 s."""
+    some = free_runs.Curves([0, 10], {}, torch.zeros(2), 2.0, 1.0)
+    other = free_runs.Curves([4], {}, torch.zeros(1), 5.0)
+    assert reading_time([some, other]) == (20.0, 80.0)
+    assert reading_time([]) == (0, 0)
 
 
 def test_every_recorded_step_has_every_seed_once(quadratic):

@@ -9,7 +9,7 @@ from l2lopt.evaluation.free_runs import Curves
 from l2lopt.evaluation.settings import Baseline
 from l2lopt.experiments import build, config, cost_forecast
 from l2lopt.experiments.cost_forecast import PlannedRun, forecast, format_duration
-from l2lopt.optimisers import SGD, Coordinatewise
+from l2lopt.optimisers import SGD, Coordinatewise, Scheduled
 
 CONFIG = {
     "optimisee": {"name": "quadratic", "size": 3},
@@ -37,17 +37,20 @@ class Clock:
     """Free runs that take the time the table says."""
 
     asked: list
+    forms: list
 
-    def run_free(self, optimiser, optimisee, seeds, record, splits=()):
+    def run_free(self, optimiser, optimisee, seeds, record, splits=(), backend="eager"):
+        optimiser = optimiser.optimiser if isinstance(optimiser, Scheduled) else optimiser
         name = "learned" if isinstance(optimiser, Coordinatewise) else "sgd" if isinstance(optimiser, SGD) else None
         name = name or ("adam" if isinstance(optimiser, torch.nn.Module) else optimiser.name)
         self.asked.append(name)
-        return Curves([], {}, torch.zeros(1), STEP[name])
+        self.forms.append((name, len(seeds), backend))
+        return Curves([], {}, torch.zeros(1), STEP[name] * (1.0 if backend == "eager" else 0.25))
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    found = Clock([])
+    found = Clock([], [])
     monkeypatch.setattr(cost_forecast, "run_free", found.run_free)
     monkeypatch.setattr(cost_forecast.kernels, "fuse", lambda optimiser, backend: optimiser)
     monkeypatch.setattr(cost_forecast, "_seconds", lambda work: 0.0)  # evaluations and unrolls are free
@@ -83,6 +86,19 @@ def test_an_optimiser_that_takes_part_as_it_is_has_its_own_cost(clock, monkeypat
     given = {"name": "sgd", "lr": 0.1}, {"name": "normalised-muon"}
     for choice, cost in zip(given, (1.0 * 3 * 10, 10.0 * 3 * (4 + 10)), strict=True):
         assert forecast([PlannedRun(settings, None, given=choice)])["free runs"] == pytest.approx(cost)
+
+
+def test_steps_that_will_be_compiled_are_timed_so(clock):
+    """Four times as quick here, in groups as large as theirs; validations are eager, and so are classes of torch."""
+    settings = config.load(CONFIG, ["evaluation.backend='compile'"])
+    runs = [PlannedRun(settings, None, 1.0), *(PlannedRun(settings, one) for one in settings.evaluation.baselines)]
+    costs = forecast(runs)
+    assert costs["free runs"] == pytest.approx(0.25 * 1e6 * 3 * 10)
+    assert costs["meta-training"] == pytest.approx(3 * 2 * 5 * 1e6)
+    assert costs["baselines"] == pytest.approx(0.25 * (70 + 10 * 126) + 100 * 3 * 10)
+    # Rows of the groups: all three problems; four runs at two rates with three reported; six at three with three.
+    forms = {("learned", 3, "compile"), ("learned", 3, "eager"), ("sgd", 4, "compile"), ("adam", 3, "compile")}
+    assert set(clock.forms) == {*forms, ("torch.optim:LBFGS", 3, "eager")}
 
 
 def test_without_anything_to_tune_no_held_out_sample_is_asked_for(clock):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import _inductor, nn
 
+from l2lopt.kernels import graph
 from l2lopt.kernels.graph import CompiledFunction, NotCompiledError
 
 
@@ -67,6 +68,22 @@ def test_python_that_looks_at_numbers_is_refused(as_recorded, function):
         CompiledFunction(function, torch.ones(2))
 
 
+def test_a_function_of_too_many_operations_is_refused_before_it_is_recorded(as_recorded, monkeypatch):
+    """Operations as they are made count, those of gradients too."""
+
+    def powers(x):
+        return x.cos() * x * x
+
+    monkeypatch.setattr(graph, "MOST_OPERATIONS", 3)
+    CompiledFunction(powers, torch.ones(2))
+    monkeypatch.setattr(graph, "MOST_OPERATIONS", 2)
+    with pytest.raises(NotCompiledError, match=r"^3 operations are more than the 2 compiled$"):
+        CompiledFunction(powers, torch.ones(2))
+    with pytest.raises(NotCompiledError, match="operations"):
+        CompiledFunction(torch.func.grad(lambda x: x.cos().sum()), torch.ones(2))
+    assert len(as_recorded) == 1
+
+
 def test_a_compiler_that_is_missing_or_wrong_is_told(as_recorded, monkeypatch):
     def missing(recorded, inputs):
         raise RuntimeError("no compiler\nand much more")
@@ -94,6 +111,18 @@ def test_what_is_computed_once_stays_out_of_wide_loops(as_recorded):
     torch.testing.assert_close(
         CompiledFunction(function, *example)(torch.ones(64), torch.tensor(1)), torch.full((64,), 1.8)
     )
+
+
+def test_constants_get_no_memory_of_their_own(as_recorded):
+    """Inductor gives a constant strides of its own; a small result of a kept one is kept all the same."""
+
+    def function(x, step):
+        constant, power = torch.full((2,), 3.0).exp(), 0.9**step
+        return x * constant * torch.ones_like(power).exp() * power * power.cos()
+
+    CompiledFunction(function, torch.ones(64, 2), torch.tensor(3))
+    kept = as_recorded[0].graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default)
+    assert [node.args[0].target.overloadpacket for node in kept] == [torch.ops.aten.pow, torch.ops.aten.cos]
 
 
 @pytest.mark.parametrize("rows", [1, 2])

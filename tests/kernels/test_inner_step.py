@@ -11,7 +11,7 @@ from l2lopt.evaluation import comparison
 from l2lopt.evaluation.free_runs import run_free
 from l2lopt.evaluation.settings import Baseline, EvaluationSettings
 from l2lopt.kernels.inner_step import compiled_steps, eager_steps
-from l2lopt.optimisee import BatchesOfRows, flat_loss, init_rows
+from l2lopt.optimisee import BatchesOfRows, Optimisee, flat_loss, init_rows
 from l2lopt.optimisers import Scheduled
 from l2lopt.optimisers.phi_rows import PhiRows
 
@@ -93,6 +93,27 @@ def test_rules_whose_numbers_change_in_place_are_followed(as_recorded):
     after, wanted = compiled(carry, *given)[1].params, eager(carry, *given)[1].params
     torch.testing.assert_close(after, wanted, rtol=1e-10, atol=1e-12)
     assert not torch.equal(after, before)
+
+
+class Windows(Optimisee):
+    """A mean of numbers of which every batch has another count, as windows of a text may have."""
+
+    def init(self, seed):
+        return {"x": torch.tensor(float(seed), dtype=torch.float64)}, {}
+
+    def batch(self, split, seed, step):
+        return torch.linspace(-1, seed, 2 + step % 3, dtype=torch.float64)
+
+    def loss(self, params, aux, batch):
+        return self.evaluate(params, aux, batch), aux
+
+    def evaluate(self, params, aux, batch):
+        return (params["x"] - batch).square().mean()
+
+
+@pytest.mark.parametrize("rule", ["adam", "lstm, fused"])
+def test_batches_of_other_shapes_make_eager_steps(as_recorded, rule):
+    assert_agree(RULES[rule](), Windows(), 7)
 
 
 def test_a_compiled_step_is_the_eager_one():

@@ -32,6 +32,18 @@ def test_places_lead_to_the_batches(make):
     laws.assert_places_lead_to_the_batches(make())
 
 
+IN_PLACES = {
+    *("mlp", "convnet", "resnet", "mlp on images", "convnet on images", "resnet on changed images"),
+    *("module with batch norm", "transformer", "sequence-metric siamese", "sequence-metric coupled"),
+}
+"""Optimisees whose batches carry nothing but samples; of the changed images only those that are not trained on."""
+
+
+@pytest.mark.parametrize("name", OPTIMISEES)
+def test_batches_without_random_numbers_are_drawn_ahead(name):
+    assert (OPTIMISEES[name]().indexed_batches("test") is not None) == (name in IN_PLACES)
+
+
 @each_optimisee
 def test_resumes(make):
     laws.assert_resumes(make)
