@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from l2lopt.core.errors import UserError
-from l2lopt.storage.run_log import existing, write_json
+from l2lopt.storage.run_log import existing, write_text
 
 League: TypeAlias = Literal["untuned", "self-tuned", "tuned"]
 """How the settings of a run were found. "untuned": one setting for all tasks. "self-tuned": the one rate that is best
@@ -95,7 +95,7 @@ class BenchmarkResult:
         environment: Facts for readers, such as the processor, the versions and the command, none of them a date.
 
     Raises:
-        UserError: For a name that stands twice, or a run of an unknown task or with another number of seeds.
+        UserError: For a name that stands twice, a run of an unknown task, or losses of other seeds or steps.
 
     Example:
         >>> import torch
@@ -118,6 +118,7 @@ class BenchmarkResult:
 
     def __post_init__(self) -> None:
         names = [task.name for task in self.tasks]
+        budgets = {task.name: task.steps for task in self.tasks}
         keys = [(run.task, run.optimiser, run.league) for run in self.runs]
         for what, found in (("task", Counter(names)), ("run", Counter(keys))):
             if twice := next((key for key, count in found.items() if count > 1), None):
@@ -125,9 +126,14 @@ class BenchmarkResult:
         for run in self.runs:
             if run.task not in names:
                 raise _mistake(f"runs of the tasks {', '.join(names)}", f"one of {run.task}")
-            columns = {tuple(row.shape) for steps in run.losses.values() for row in steps.values()}
-            if {*columns, tuple(run.first.shape)} != {(self.seeds,)}:
-                raise _mistake(f"losses of {self.seeds} seeds", f"others in {run.optimiser} on {run.task}")
+            where = f"{run.optimiser} on {run.task}"
+            if {split: max(steps, default=None) for split, steps in run.losses.items()} != dict.fromkeys(
+                ("train", "test"), budgets[run.task]
+            ):
+                raise _mistake(f"train and test losses up to step {budgets[run.task]}", f"others in {where}")
+            shapes = {tuple(row.shape) for steps in run.losses.values() for row in steps.values()}
+            if {*shapes, tuple(run.first.shape)} != {(self.seeds,)}:
+                raise _mistake(f"losses of {self.seeds} seeds", f"others in {where}")
 
     def to_json(self) -> dict[str, Any]:
         """The result in what JSON can say; a number that is not finite is None."""
@@ -170,13 +176,14 @@ class BenchmarkResult:
 
 
 def write_result(path: Path, result: BenchmarkResult) -> None:
-    """Writes a result as JSON.
+    """Writes a result as JSON, by rename.
 
     Args:
         path: File to write.
         result: Result.
     """
-    write_json(path, result.to_json())
+    # On one line: a line for each number, as `write_json` gives it, would treble the size of a large file.
+    write_text(path, json.dumps(result.to_json(), allow_nan=False) + "\n")
 
 
 def read_result(path: Path) -> BenchmarkResult:

@@ -63,6 +63,7 @@ def test_any_losses_and_names_come_back(losses, name, description):
         ((TASK,), [run_of("a", "x", "tuned", {10: [1.0]})] * 2, "one run of each name"),
         ((TASK,), [run_of("b", "x", "tuned", {10: [1.0]})], "runs of the tasks a, found one of b"),
         ((TASK,), [run_of("a", "x", "tuned", {10: [1.0, 2.0]})], "losses of 1 seeds, found others in x on a"),
+        ((TASK,), [run_of("a", "x", "tuned", {9: [1.0]})], "train and test losses up to step 10, found others in x"),
     ],
 )
 def test_what_contradicts_itself_is_refused(tasks, runs, message):
