@@ -128,7 +128,8 @@ def draw_profiles(standings: Standings, field: Sequence[Competitor], folder: Pat
     final = {entry: standings.normalised(entry, tasks) for entry in field}
     draws = standings.draws(len(tasks))
     quickest = max((float(found.max()) for found, _ in speeds.values()), default=1.0)
-    rates = np.geomspace(0.25, min(max(2.0, 2 ** np.ceil(np.log2(max(quickest, 1)))), 16.0), 161)
+    # From 1, since no run has more steps than the target's; to the power of two that none passes, at most 16.
+    rates = np.geomspace(1, min(max(2.0, 2 ** np.ceil(np.log2(max(quickest, 1)))), 16.0), 101)
     levels = _levels(torch.cat([values.flatten() for values in final.values()]))
     by_speed, by_loss = [], []
     for entry in field:
@@ -179,12 +180,12 @@ def draw_step_times(standings: Standings, folder: Path, name: str) -> Drawing | 
 
 
 def _levels(values: torch.Tensor) -> np.ndarray:
-    """Thresholds of the normalised loss: from the best run to what three quarters of the runs reach, about 0."""
+    """Thresholds of the normalised loss: from the best run to where nearly all have arrived, 0 and at most 1."""
     finite = values[values.isfinite()]
     if not finite.numel():
-        return np.linspace(-0.1, 1, 161)
-    low, high = float(finite.min()), float(finite.quantile(0.75))
-    return np.linspace(min(low, -0.02), max(min(high, 1.0), 0.05), 161)
+        return np.linspace(-0.1, 1, 101)
+    low, high = float(finite.min()), float(finite.quantile(0.98))
+    return np.linspace(min(low, -0.02), max(min(high, 1.0), 0.05), 101)
 
 
 def _profile(style: tuple[str, Line], found: torch.Tensor, again: torch.Tensor, thresholds: torch.Tensor) -> Profile:

@@ -145,9 +145,7 @@ def _cost(standings: Standings, folder: Path) -> Part:
     drawing = draw_step_times(standings, folder, "step-times")
     drawings = [drawing] if drawing else []
     texts = (f"Time of one step of one seed, gradients included, {how}.",)
-    return Part(
-        "cost", "What a step costs", texts, [Shaded(tables.cost_table(standings), {})], [drawing] if drawing else []
-    )
+    return Part("cost", "What a step costs", texts, [Shaded(tables.cost_table(standings), {})], drawings)
 
 
 def _counted(standings: Standings) -> str:
@@ -193,6 +191,8 @@ def _protocol(result: BenchmarkResult) -> list[str]:
         "as infinite there.",
         f"Intervals over tasks are bootstrap intervals of {RESAMPLES} resamples of the seeds within each task: they "
         "say what other seeds would change, not what other tasks would.",
+        "A rule is ahead of a rival where it ends lower on more than half of the tasks, and behind where on fewer than "
+        "half, with the whole interval of that number; else the two are level.",
         "After AlgoPerf (Dahl et al. 2023), rliable (Agarwal et al. 2021), VeLO (Metz et al. 2022) and DeepOBS "
         "(Schneider et al. 2019).",
     ]

@@ -76,10 +76,18 @@ def family_table(standings: Standings, league: League) -> Shaded:
         shown = [None if found is None else percent(found.value) for found in cells]
         whole = cells[0] and f"{percent(cells[0].low)} to {percent(cells[0].high)}"
         name = f"{entry.optimiser} ({entry.kind})" if entry.kind != "baseline" else entry.optimiser
-        rest = _below(standings, entry, target), _speed(standings, entry), _diverged(standings, entry)
+        rest = _below(standings, entry, target), _reached(standings, entry), _diverged(standings, entry)
         rows.append((name, shown[0], whole, *shown[1:], *rest))
     below = f"below {target.label}" if target else "below the target"
-    heads = ("optimiser", "all tasks", "95 % interval", *families, below, "median speed-up", "diverged")
+    heads = (
+        "optimiser",
+        "all tasks",
+        "95 % interval",
+        *families,
+        below,
+        "reaches the target, median speed-up",
+        "diverged",
+    )
     return Shaded(Table(heads, tuple(rows), title=LEAGUE_TITLES[league]), classes)
 
 
@@ -202,12 +210,11 @@ def headline(standings: Standings) -> list[str]:
         missing = "No learned rule took part" if not rules else "Nothing took part that a learned rule could be held to"
         return [f"{missing}{told}."]
     verdicts = {(entry, other): _verdict(standings, entry, other) for entry in rules for other in others}
-    parts = [
-        f"{sum(verdicts[entry, other] == 'ahead of' for entry in rules)} "
-        f"{'is' if sum(verdicts[entry, other] == 'ahead of' for entry in rules) == 1 else 'are'} ahead of "
-        f"{_called(other)} and {sum(verdicts[entry, other] == 'behind' for entry in rules)} behind"
-        for other in others
-    ]
+    parts = []
+    for other in others:
+        said = [verdicts[entry, other] for entry in rules]
+        ahead, behind = said.count("ahead"), said.count("behind")
+        parts.append(f"{_how_many(ahead)} ahead of {_called(other)} and {_how_many(behind)} behind it")
     rule = "learned rule" if len(rules) == 1 else "learned rules"
     lead = f"Of {len(rules)} {rule}, {'; '.join(parts)}, by the test loss at the end of {count} {_which(standings)}."
     return [lead, *(_sentence(standings, entry, others, verdicts) for entry in rules)]
@@ -215,7 +222,10 @@ def headline(standings: Standings) -> list[str]:
 
 def percent(value: float) -> str:
     """A normalised loss as a percentage with its sign."""
-    return f"{100 * value:+.1f} %".replace("-", "−") if abs(value) < torch.inf else "∞"
+    if abs(value) == torch.inf:
+        return "∞"
+    text = f"{100 * value:+.1f} %"  # without a sign where nothing is left to have one
+    return text[1:] if text[1:] == "0.0 %" else text.replace("-", "−")
 
 
 def number(value: float) -> str:
@@ -252,11 +262,13 @@ def _below(standings: Standings, entry: Competitor, target: Competitor | None) -
     return f"{found.below.value} of {found.tasks}"
 
 
-def _speed(standings: Standings, entry: Competitor) -> str | None:
+def _reached(standings: Standings, entry: Competitor) -> str | None:
+    """On how many tasks the target is reached, and the median speed-up there."""
     if not standings.targeted:
         return None
-    middle = float(standings.speed_ups(entry)[0].quantile(0.5))
-    return f"{middle:.2f}×" if middle > 0 else "never"
+    speeds = standings.speed_ups(entry)[0]
+    there = speeds[speeds > 0]
+    return f"{len(there)} of {len(speeds)}" + (f", {float(there.quantile(0.5)):.2f}×" if len(there) else "")
 
 
 def _diverged(standings: Standings, entry: Competitor) -> str:
@@ -283,14 +295,18 @@ def _verdict(standings: Standings, entry: Competitor, other: Competitor) -> str:
     found = standings.duel(entry, other)
     even = found.tasks - found.below.value - found.above
     if 2 * found.below.low + even > found.tasks:
-        return "ahead of"
-    return "behind" if 2 * found.below.high + even < found.tasks else "level with"
+        return "ahead"
+    return "behind" if 2 * found.below.high + even < found.tasks else "level"
 
 
 def _called(entry: Competitor) -> str:
     if entry.kind == "harness":
         return f"the harness ({entry.optimiser}, {entry.league})"
     return f"{entry.league} {entry.optimiser}"
+
+
+def _how_many(count: int) -> str:
+    return "none is" if count == 0 else f"{count} {'is' if count == 1 else 'are'}"
 
 
 def _which(standings: Standings) -> str:
@@ -309,11 +325,14 @@ def _sentence(
     parts = []
     for other in others:
         found = standings.duel(entry, other)
-        counts = f"lower on {found.below.value} of {found.tasks} tasks, {_range(found.below)} with other seeds"
-        parts.append(f"{verdicts[entry, other]} {_called(other)} ({counts})")
+        rival = "the harness" if other.kind == "harness" else _called(other)
+        counts = (
+            f"lower than {rival} on {found.below.value} of {found.tasks} tasks ({_range(found.below)} with other seeds)"
+        )
+        parts.append(f"{counts}: {verdicts[entry, other]}")
     overall = _overall(standings, entry)
-    mean = f"; its interquartile mean is {percent(overall.value)}" if overall else ""
-    return f"{entry.label}: {', '.join(parts)}{mean}."
+    mean = f"; interquartile mean {percent(overall.value)}" if overall else ""
+    return f"{entry.label}: {'; '.join(parts)}{mean}."
 
 
 def leagues_of(standings: Standings) -> list[League]:

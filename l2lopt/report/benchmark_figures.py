@@ -110,7 +110,7 @@ class ProfilePanel(NamedTuple):
 def loss_panels(panels: Sequence[LossPanel], folder: Path, name: str) -> Drawn:
     """Draws the loss against the step, one panel for each task.
 
-    A panel in which the final losses are near each other has linear axes, over the losses of the last nine tenths of
+    A panel in which the final losses are near each other has linear axes, over the losses of the last four fifths of
     the budget; others have logarithmic ones. The thick line is the mean over seeds, which ends where a run is not
     finite. From `BANDED_SEEDS` seeds on the band is its 95 % interval by Student's t; with fewer, each run is a thin
     line.
@@ -122,7 +122,7 @@ def loss_panels(panels: Sequence[LossPanel], folder: Path, name: str) -> Drawn:
     """
     with sheet_style():
         legend = {curve.label: curve.line for panel in panels for curve in panel.curves}
-        sheet = Sheet(len(panels), 4, (3.3, 2.6), legend)
+        sheet = Sheet(len(panels), 4, (3.2, 2.6), legend)
         for axes, panel in zip(sheet.axes, panels, strict=True):
             low, high, linear = limits(panel)
             for index, curve in enumerate(panel.curves):
@@ -158,10 +158,10 @@ def limits(panel: LossPanel) -> tuple[float, float, bool]:
     if lowest > 0 and finals.size and finals.max() >= _NEAR * finals.min():
         return lowest / 1.15, max(top, lowest * 1.2), False
     early = [
-        float(mean[np.searchsorted(curve.steps, curve.steps[-1] / 10)])
+        float(mean[np.searchsorted(curve.steps, curve.steps[-1] / 5)])
         for curve, mean in zip(panel.curves, means, strict=True)
     ]
-    # The slowest curve at a tenth of the budget: what lies above says how they began, not where they get.
+    # The slowest curve at a fifth of the budget: what lies above says how they began, not where they get.
     settled = np.array([loss for loss in early if np.isfinite(loss) and loss <= top])
     high = max([*settled, *finals], default=top)
     # Curves that never move, such as those of one step.
@@ -179,12 +179,12 @@ def profiles(panels: Sequence[ProfilePanel], folder: Path, name: str) -> Drawn:
     """
     with sheet_style():
         legend = {profile.label: profile.line for panel in panels for profile in panel.profiles}
-        sheet = Sheet(len(panels), 2, (4.4, 3.3), legend)
+        sheet = Sheet(len(panels), 2, (3.4, 2.9), legend)
         for axes, panel in zip(sheet.axes, panels, strict=True):
             for index, profile in enumerate(panel.profiles):
                 band, colour = (profile.low, profile.high), profile.line.colour
                 axes.fill_between(panel.thresholds, *band, color=colour, alpha=0.1, linewidth=0)
-                marks = list(range(4 * index % 25, len(panel.thresholds), 25))
+                marks = list(range(3 * index % 20, len(panel.thresholds), 20))
                 _plot(axes, panel.thresholds, profile.share, profile.line, marks)
             axes.axvline(panel.even, color="#000000", linewidth=0.8, alpha=0.5)
             if panel.doubling:
@@ -211,8 +211,8 @@ def step_times(
     """
     with sheet_style():
         shown = {plain(name, 30): (values, lines[name]) for name, values in ratios.items()}
-        left = 0.085 * max((len(label) for label in shown), default=1) + 0.2
-        sheet = Sheet(1, 1, (3.1 + left, 0.9 + 0.26 * len(shown)), {}, Margins(left, 0.2, 0.14, 0.66))
+        left = 0.08 * max((len(label) for label in shown), default=1) + 0.2
+        sheet = Sheet(1, 1, (2.4 + left, 0.9 + 0.26 * len(shown)), {}, Margins(left, 0.2, 0.14, 0.66))
         axes = sheet.axes[0]
         for place, (values, line) in enumerate(shown.values()):
             axes.plot(values, [place] * len(values), "o", color=line.colour, alpha=0.45, markersize=4)

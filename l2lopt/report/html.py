@@ -12,6 +12,9 @@ from l2lopt.report.panels import NOTE, TITLE, Box
 from l2lopt.report.style import IN_THE_DARK, Line
 
 _COLOUR = re.compile(r"#[0-9a-fA-F]{6}\b")
+_LEAST = 1.22
+"""Least pixels of a point: 9 points are 11 pixels."""
+_CLIP = re.compile(r"url\(#([^)]+)\)")
 _XLINK = "{http://www.w3.org/1999/xlink}"
 _MARKS = {
     "o": '<circle cx="17" cy="7" r="3"/>',
@@ -32,7 +35,7 @@ _STYLE = Template("""
   --edge: #31353d; --link: #7fb8f0; --good: #17382a; --bad: #47251b; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--ink); font: 16px/1.55 system-ui, sans-serif; }
-main { max-width: 1180px; margin: 0 auto; padding: 20px 16px 60px; }
+main { max-width: 1280px; margin: 0 auto; padding: 20px 16px 60px; }
 h1 { font-size: 1.55rem; line-height: 1.25; margin: 0.4em 0; }
 h2 { font-size: 1.2rem; margin: 2em 0 0.5em; }
 h3 { font-size: 1rem; margin: 1.4em 0 0.4em; }
@@ -48,15 +51,17 @@ th, td { padding: 5px 10px; text-align: right; white-space: nowrap; border-top: 
 tfoot td { white-space: normal; }
 thead th { border-top: 0; vertical-align: bottom; white-space: normal; }
 th:first-child { text-align: left; position: sticky; left: 0; background: var(--card); max-width: 46vw;
-  overflow-wrap: anywhere; white-space: normal; min-width: 8.5em; }
+  overflow-wrap: break-word; white-space: normal; min-width: 9.5em; }
 td.good { background: var(--good); }
 td.bad { background: var(--bad); }
-figure { margin: 0; background: var(--card); border: 1px solid var(--edge); border-radius: 8px; padding: 8px; }
+figure { background: var(--card); border: 1px solid var(--edge); border-radius: 8px; padding: 8px; overflow-x: auto; }
 figure svg { display: block; width: 100%; height: auto; overflow: hidden; }
 figure svg * { stroke-linejoin: round; stroke-linecap: butt; }
 figure svg text { fill: currentColor; font-family: system-ui, sans-serif !important; }
 figcaption { font-weight: 600; font-size: 0.9rem; overflow-wrap: anywhere; padding: 0 4px 4px; }
 figcaption small { display: block; font-weight: 400; font-size: 0.85rem; }
+.scroll, figure { margin-top: 12px; }
+.grid figure { margin: 0; }
 .grid { display: grid; gap: 12px; grid-template-columns: repeat(auto-fill, minmax(min(100%, $narrow), 1fr)); }
 .wide { grid-template-columns: repeat(auto-fill, minmax(min(100%, $broad), 1fr)); }
 .legend { display: flex; flex-wrap: wrap; gap: 4px 18px; list-style: none; margin: 0.6em 0; padding: 0;
@@ -92,7 +97,7 @@ def page(title: str, body: Iterable[str]) -> str:
     """
     light = "".join(f"{_variable(colour)}: {colour}; " for colour in IN_THE_DARK)
     dark = "".join(f"{_variable(colour)}: {other}; " for colour, other in IN_THE_DARK.items())
-    style = _STYLE.substitute(light=light, dark=dark, narrow="300px", broad="400px")
+    style = _STYLE.substitute(light=light, dark=dark, narrow="300px", broad="380px")
     return _PAGE.substitute(title=escape(title), style=style, body="\n".join(body))
 
 
@@ -186,22 +191,32 @@ def inline_panels(svg: str, prefix: str, boxes: Sequence[Box]) -> list[str]:
     root = ElementTree.fromstring(svg)
     for element in root.iter():
         element.tag = element.tag.rpartition("}")[2]
-    clips = {str(clip.get("id")): clip for clip in root.iter("clipPath")}
-    groups = {str(group.get("id")): group for group in root.iter("g")}
+    named = {str(element.get("id")): element for element in root.iter() if "id" in element.attrib}
     found = []
     for index, box in enumerate(boxes):
-        panel = deepcopy(groups[f"panel-{index}"])
+        panel = deepcopy(named[f"panel-{index}"])
         for parent in list(panel.iter()):
             for child in [child for child in parent if child.get("id") in (TITLE, NOTE)]:
                 parent.remove(child)
-        text = ElementTree.tostring(panel, encoding="unicode")
-        defined = [clip for name, clip in clips.items() if f"#{name})" in text]
-        image = ElementTree.Element("svg", {"viewBox": " ".join(f"{value:g}" for value in box)})
-        image.extend([*deepcopy(defined), panel])
+        # No narrower, or its text would be too small: a narrow window scrolls within the figure.
+        least = f"min-width: {_LEAST * box.width:.0f}px"
+        image = ElementTree.Element("svg", {"viewBox": " ".join(f"{value:g}" for value in box), "style": least})
+        # Matplotlib defines a marker where it is first used and a clip at the end: outside of most panels.
+        used, inside = _references(panel), {element.get("id") for element in panel.iter()}
+        defined = ElementTree.SubElement(image, "defs")
+        defined.extend(deepcopy(named[name]) for name in sorted(used) if name not in inside)
+        image.append(panel)
         for element in image.iter():
             _adapt(element, f"{prefix}-{index}-")
         found.append(ElementTree.tostring(image, encoding="unicode"))
     return found
+
+
+def _references(panel: ElementTree.Element) -> set[str]:
+    """The identifiers that a panel refers to."""
+    values = [(name, value) for element in panel.iter() for name, value in element.attrib.items()]
+    clips = {match[1] for _, value in values for match in _CLIP.finditer(value)}
+    return clips | {value[1:] for name, value in values if name == f"{_XLINK}href"}
 
 
 def _adapt(element: ElementTree.Element, prefix: str) -> None:
