@@ -240,16 +240,12 @@ def _figures(drawings: Sequence[Drawing]) -> Iterable[str]:
 
 
 def _markdown(title: str, lead: str, others: Sequence[str], parts: Sequence[Part], folder: Path) -> str:
-    lines = [f"# {_inline(title)}", _inline(lead), "\n".join(f"- {_inline(text)}" for text in others)]
+    lines = [f"# {title}", lead, "\n".join(f"- {text}" for text in others)]
     for part in parts:
-        lines += [f"## {_inline(part.heading)}", *map(_inline, part.texts)]
+        lines += [f"## {part.heading}", *part.texts]
         for drawing in part.drawings:
             png, data = (path.relative_to(folder).as_posix() for path in (drawing.drawn.paths[0], drawing.data))
             lines.append(f"![{drawing.name}]({png})\n\nData: [{drawing.data.name}]({data})")
         lines += [table.markdown() for table, _ in part.tables]
-    return "\n\n".join(text for text in lines if text) + "\n"
-
-
-def _inline(text: str) -> str:
-    """A text in which Markdown finds no HTML."""
-    return " ".join(text.split()).replace("<", "&lt;")
+    # Markdown is HTML as well: a label must not become an element of it.
+    return "\n\n".join(text for text in lines if text).replace("<", "&lt;") + "\n"
