@@ -11,7 +11,7 @@ Schneider et al., "DeepOBS: a deep learning optimizer benchmark suite", 2019, fo
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -231,13 +231,3 @@ def duel(a: Tensor, b: Tensor, draws: Tensor) -> Duel:
     worse, better = percentiles(probability_of_improvement(again, other))
     above = int((a.mean(-1) > b.mean(-1)).sum())
     return Duel(len(a), Interval(below, int(low), int(high)), above, Interval(chance, float(worse), float(better)))
-
-
-def drawn_curves(curves: Sequence[Tensor], draws: Tensor) -> list[Tensor]:
-    """The mean curves of the drawn seeds of each task, [K, B].
-
-    Args:
-        curves: Losses of each task, [K, S]; K may differ.
-        draws: Indices from `seed_draws`, [B, T, S].
-    """
-    return [curve[:, draws[:, task]].mean(-1) for task, curve in enumerate(curves)]

@@ -1,7 +1,6 @@
 """Where the optimisers of a benchmark stand: its scores, task by task and over all tasks."""
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -85,8 +84,9 @@ class Score(NamedTuple):
 class Standings:
     """The scores of a benchmark on one split.
 
-    The tasks of the meta-training are left out of all that is said over tasks, if there are others, and so are tasks on
-    which the target's optimiser has learned nothing. A competitor without a run on a task has an infinite loss there.
+    The tasks of the meta-training are left out of all that is said over tasks, if there are others. Tasks on which the
+    target's optimiser did not lower the loss are left out where a target is needed. A competitor without a run on a
+    task has an infinite loss there.
 
     Args:
         result: Result of the benchmark.
@@ -101,9 +101,10 @@ class Standings:
         """Competitors, league by league, in the order of the result."""
         self.targets = {task.name: target for task in result.tasks if (target := self._target(task.name))}
         """Name of a task → target, where there is one."""
-        scored = [task for task in result.tasks if task.name in self.targets]
-        self.tasks = [task for task in scored if task.split != "meta-training"] or scored
+        self.tasks = [task for task in result.tasks if task.split != "meta-training"] or list(result.tasks)
         """Tasks that count."""
+        self.targeted = [task for task in self.tasks if task.name in self.targets]
+        """Tasks that count and have a target."""
 
     def field(self, league: League) -> list[Competitor]:
         """The competitors one would choose between: the learned rules and the harness untuned, the rest in a league.
@@ -124,81 +125,78 @@ class Standings:
         """The runs of a competitor on a task; None where there are none."""
         return self.runs.get((task, entry.optimiser, entry.league))
 
-    def finals(self, entry: Competitor, tasks: Sequence[TaskInfo] | None = None, scaled: bool = False) -> Tensor:
+    def finals(self, entry: Competitor, tasks: Sequence[TaskInfo]) -> Tensor:
         """The final losses of a competitor, [T, S], finite or +∞.
 
         Args:
             entry: Competitor.
-            tasks: Tasks with a target; by default all that count.
-            scaled: Whether the losses are normalised.
+            tasks: Tasks of the rows, at least one.
         """
         rows = []
-        for task in self.tasks if tasks is None else tasks:
+        for task in tasks:
             run = self.run(task.name, entry)
             row = torch.full((self.result.seeds,), torch.inf, dtype=torch.float64)
-            if run is not None:
-                row = scores.finite_or_infinite(run.losses[self.split][task.steps])
-            rows.append(scores.normalised(row, *self.targets[task.name]) if scaled else row)
-        return torch.stack(rows) if rows else torch.empty(0, self.result.seeds, dtype=torch.float64)
+            rows.append(row if run is None else scores.finite_or_infinite(run.losses[self.split][task.steps]))
+        return torch.stack(rows)
 
-    def normalised(self, entry: Competitor, tasks: Sequence[TaskInfo] | None = None) -> Interval | None:
-        """The interquartile mean of the normalised final losses over tasks and seeds; None without tasks.
+    def normalised(self, entry: Competitor, tasks: Sequence[TaskInfo]) -> Tensor:
+        """The normalised final losses of a competitor, [T, S].
 
         Args:
             entry: Competitor.
-            tasks: Tasks with a target; by default all that count.
+            tasks: Tasks of the rows, at least one, all with a target.
         """
-        values = self.finals(entry, tasks, scaled=True)
-        if not len(values):
-            return None
-        draws = self.draws if tasks is None else self._draws(len(values))
-        return scores.interquartile_interval(values, draws)
+        rows = zip(self.finals(entry, tasks), tasks, strict=True)
+        return torch.stack([scores.normalised(row, *self.targets[task.name]) for row, task in rows])
 
-    def duel(self, one: Competitor, other: Competitor) -> Duel | None:
-        """How often the final losses of one competitor are below another's; None without tasks."""
-        return scores.duel(self.finals(one), self.finals(other), self.draws) if self.tasks else None
+    def interquartile(self, entry: Competitor, tasks: Sequence[TaskInfo]) -> Interval | None:
+        """The interquartile mean of the normalised final losses over the tasks with a target; None without any.
+
+        Args:
+            entry: Competitor.
+            tasks: Tasks.
+        """
+        found = [task for task in tasks if task.name in self.targets]
+        return scores.interquartile_interval(self.normalised(entry, found), self.draws(len(found))) if found else None
+
+    def duel(self, one: Competitor, other: Competitor) -> Duel:
+        """How often the final losses of one competitor are below another's, over the tasks that count."""
+        tasks = self.tasks
+        return scores.duel(self.finals(one, tasks), self.finals(other, tasks), self.draws(len(tasks)))
 
     def speed_ups(self, entry: Competitor) -> tuple[Tensor, Tensor]:
-        """The speed-up on every task that counts, [T], and in every resample, [B, T].
+        """The speed-up on every task that counts and has a target, [T], and in every resample, [B, T].
 
         The target moves with the draws of the seeds, since it is a mean over the same problems.
 
         Args:
             entry: Competitor.
         """
-        found, again = [], []
-        for index, task in enumerate(self.tasks):
+        draws = self.draws(len(self.targeted))
+        found = torch.zeros(len(self.targeted), dtype=torch.float64)
+        again = torch.zeros(len(draws), len(self.targeted), dtype=torch.float64)
+        for index, task in enumerate(self.targeted):
             run, target = self.run(task.name, entry), self._target_run(task.name)
-            assert target is not None  # or the task would not count
-            if run is None:
-                found.append(torch.zeros((), dtype=torch.float64))
-                again.append(torch.zeros(len(self.draws), dtype=torch.float64))
+            if run is None or target is None:
                 continue
             steps, losses = scores.loss_matrix(run.losses[self.split])
             final = scores.finite_or_infinite(target.losses[self.split][task.steps])
-            drawn = self.draws[:, index]
-            found.append(scores.speed_up(steps, losses.mean(-1), self.targets[task.name].loss, task.steps))
-            again.append(scores.speed_up(steps, losses[:, drawn].mean(-1), final[drawn].mean(-1), task.steps))
-        empty = torch.empty(0, dtype=torch.float64)
-        if not found:
-            return empty, empty[None]
-        return torch.stack(found), torch.stack(again, dim=-1)
+            drawn = draws[:, index]
+            found[index] = scores.speed_up(steps, losses.mean(-1), self.targets[task.name].loss, task.steps)
+            again[:, index] = scores.speed_up(steps, losses[:, drawn].mean(-1), final[drawn].mean(-1), task.steps)
+        return found, again
 
-    def seconds(self, task: str, optimiser: str, run: TaskRun) -> float:
-        """The time of one step: measured in quiet if it was, else as the runs were made."""
-        return self.result.step_seconds.get(task, {}).get(optimiser, run.seconds)
+    def draws(self, tasks: int) -> Tensor:
+        """The bootstrap's draws of the seeds, [B, T, S], the same for all competitors."""
+        return scores.seed_draws(tasks, self.result.seeds, RESAMPLES, torch.Generator().manual_seed(_SEED))
 
-    def scores(self) -> list[Score]:
+    def seconds(self, run: TaskRun) -> float:
+        """The time of one step of one seed: measured in quiet if it was, else as the runs were made."""
+        return self.result.step_seconds.get(run.task, {}).get(run.optimiser, run.seconds)
+
+    def lines(self) -> list[Score]:
         """The scores of every run, in the order of the result; without a target, +∞ and 0 stand for what needs one."""
         return [self._score(run) for run in self.result.runs]
-
-    @cached_property
-    def draws(self) -> Tensor:
-        """The bootstrap's seeds for the tasks that count."""
-        return self._draws(len(self.tasks))
-
-    def _draws(self, tasks: int) -> Tensor:
-        return scores.seed_draws(tasks, self.result.seeds, RESAMPLES, torch.Generator().manual_seed(_SEED))
 
     def _score(self, run: TaskRun) -> Score:
         losses, target = run.losses[self.split], self.targets.get(run.task)
@@ -220,7 +218,7 @@ class Standings:
             best=float(matrix.amin(0).mean()),
             diverged=int(scores.diverged(losses, run.first).sum()),
             steps_to_target=needed,
-            seconds_to_target=needed * self.seconds(run.task, run.optimiser, run),
+            seconds_to_target=needed * self.seconds(run),
             speed_up=quicker,
             normalised=scaled,
         )

@@ -211,11 +211,3 @@ def test_the_interval_covers_the_mean_as_often_as_it_says():
         found = scores.interquartile_interval(values, scores.seed_draws(10, 12, 200, generator))
         hits += found.low <= 0 <= found.high
     assert 180 <= hits <= 198
-
-
-def test_drawn_curves_are_means_over_the_drawn_seeds():
-    curves = [torch.arange(6.0).view(2, 3), torch.arange(9.0).view(3, 3)]
-    draws = torch.tensor([[[0, 0, 2], [1, 1, 1]]])
-    first, second = scores.drawn_curves(curves, draws)
-    assert first[:, 0].tolist() == pytest.approx([2 / 3, 11 / 3])
-    assert second[:, 0].tolist() == [1, 4, 7]
