@@ -7,10 +7,9 @@ from statistics import fmean
 from typing import NamedTuple
 
 from l2lopt import kernels, optimisers
-from l2lopt.core.types import Report, silent
 from l2lopt.evaluation import contestants
 from l2lopt.evaluation.benchmark_result import Kind, League, TaskInfo, TaskRun
-from l2lopt.evaluation.contestants import Contestant, Runner
+from l2lopt.evaluation.contestants import Contestant
 from l2lopt.evaluation.free_runs import run_free
 from l2lopt.evaluation.settings import SPLITS, EvaluationSettings
 from l2lopt.evaluation.step_backend import step_backend

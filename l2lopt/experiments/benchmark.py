@@ -1,7 +1,6 @@
 """Benchmarks: many optimisers on many tasks, every run cached, one report."""
 
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,12 +10,12 @@ from l2lopt.core.errors import UserError
 from l2lopt.core.registry import Choice
 from l2lopt.core.types import Report, silent
 from l2lopt.evaluation import suites
-from l2lopt.evaluation.benchmark_result import BenchmarkResult, write_result
+from l2lopt.evaluation.benchmark_report import write_report
+from l2lopt.evaluation.benchmark_result import BenchmarkResult
 from l2lopt.evaluation.suites import Catalogue, Competitor, Suite
 from l2lopt.experiments import benchmark_jobs
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.benchmark_jobs import Plan, PlannedTask
-from l2lopt.experiments.benchmark_report import write_report
 from l2lopt.optimisee import Optimisee
 from l2lopt.parallel import processes
 
@@ -62,8 +61,7 @@ def benchmark(
         report: Progress.
 
     Returns:
-        All losses and times, of which the report in `folder` is made: `report.html`, `report.md`, `benchmark.csv`,
-        `result.json` and figures.
+        All losses and times, from which the report in `folder` is made, see `evaluation.benchmark_report`.
 
     Raises:
         UserError: For a mistake in the suite, and where none of its tasks or competitors can take part.
@@ -87,9 +85,9 @@ def benchmark(
     plan = Plan(asked, tuple(planned), Path(cache or home.parent / "cache"))
     with processes.together():
         infos, runs, seconds = benchmark_jobs.make_runs(plan, jobs, report)
-        known = {"step_seconds": seconds, "environment": benchmark_jobs.environment()}
-        result = BenchmarkResult(name, asked.seeds, tuple(infos), tuple(runs), **known)
-        processes.on_first(lambda: _write(result, home))
+        known = benchmark_jobs.environment()
+        result = BenchmarkResult(name, asked.seeds, tuple(infos), tuple(runs), step_seconds=seconds, environment=known)
+        processes.on_first(lambda: write_report(result, home))
     return result
 
 
@@ -105,11 +103,6 @@ def load_suite(source: str | Path, changes: Sequence[str] = ()) -> tuple[str, Su
     """
     path = configs.find(source, "suites", "a suite's file")
     return path.stem, configs.load(path, changes, kind=Suite)
-
-
-def _write(result: BenchmarkResult, folder: Path) -> None:
-    write_result(folder / "result.json", result)
-    write_report(result, folder)
 
 
 def _competitor(name: str, given: Competitor | Mapping[str, Any]) -> Competitor:
@@ -140,7 +133,7 @@ def _available(suite: Suite, catalogue: Catalogue, steps: int | None) -> list[Pl
     planned = []
     absent: dict[str, list[str]] = {}
     for name, task in suites.selected(suite.tasks, catalogue).items():
-        if task.needs and not _has(task.needs):
+        if task.needs and not suites.has_data(task):
             absent.setdefault(task.needs, []).append(name)
             continue
         budget = steps or getattr(task, suite.budget)
@@ -151,7 +144,3 @@ def _available(suite: Suite, catalogue: Catalogue, steps: int | None) -> list[Pl
     if not planned:
         raise UserError("tasks", expected="at least one whose data are there", found="none", remedy="set L2LOPT_DATA")
     return planned
-
-
-def _has(data: str) -> bool:
-    raise NotImplementedError
