@@ -22,6 +22,7 @@ from l2lopt.evaluation.free_runs import Curves, RunCache
 from l2lopt.evaluation.suites import Competitor, Suite
 from l2lopt.evaluation.tuned_runs import Problems
 from l2lopt.experiments import from_python
+from l2lopt.experiments.comparison_jobs import FORMAT
 from l2lopt.experiments.cost_forecast import format_duration
 from l2lopt.experiments.run_cache import FileCache
 from l2lopt.optimisee import Optimisee
@@ -178,7 +179,7 @@ def _self_tuned_rates(plan: Plan, tuning: Sequence[Job]) -> dict[int, float]:
 def _problems(plan: Plan, job: Job, made: protocol.Entry, report: Report, only_cached: bool = False) -> Problems:
     """The problems of a task, its runs cached by all that they depend on."""
     competitor = made.competitor
-    depends = fingerprint(**_facts(plan, job.task))
+    depends = fingerprint(format=FORMAT, **_facts(plan, job.task))
     if made.rule is not None:
         depends["rule"] = files.digest(made.rule)
     else:
