@@ -81,7 +81,7 @@ def test_runs_are_shared_with_a_wider_benchmark(tmp_path, made):
     made.clear()
     more = [change.replace('"quadratic-20-noisy"', '"quadratic-20-noisy", "rosenbrock-10"') for change in CHANGES]
     l2lopt.benchmark("smoke", tmp_path / "two", changes=more, steps=8)
-    # Of the new task: AdamW untuned, its tuning, and one run that is self-tuned and tuned; one run of each of the others.
+    # Of the new task: AdamW untuned, its tuning, one run that is self-tuned and tuned; one run of each of the others.
     assert len(made) == 5
 
 
