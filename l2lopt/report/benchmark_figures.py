@@ -91,7 +91,7 @@ class ProfilePanel(NamedTuple):
     """Performance profiles over the same thresholds.
 
     Attributes:
-        title: What is shown.
+        title: Name of the share.
         axis: Label of the axis of thresholds.
         thresholds: Thresholds, rising, [K].
         profiles: Profiles.
@@ -152,7 +152,8 @@ def limits(panel: LossPanel) -> tuple[float, float, bool]:
     top = panel.begin if np.isfinite(panel.begin) else float(every.max(initial=1.0))
     inside = every[every <= top]
     if not inside.size:
-        return top - 1, top + 1, True
+        room = max(1.0, 0.1 * abs(top))
+        return top - room, top + room, True
     lowest = float(inside.min())
     finals = np.array([mean[-1] for mean in means if np.isfinite(mean[-1]) and mean[-1] <= top])
     if lowest > 0 and finals.size and finals.max() >= _NEAR * finals.min():
@@ -164,8 +165,8 @@ def limits(panel: LossPanel) -> tuple[float, float, bool]:
     # The slowest curve at a fifth of the budget: what lies above says how they began, not where they get.
     settled = np.array([loss for loss in early if np.isfinite(loss) and loss <= top])
     high = max([*settled, *finals], default=top)
-    # Curves that never move, such as those of one step.
-    room = 0.06 * (high - lowest) or 0.06 * max(abs(lowest), 1e-6)
+    # Curves that never move still get an axis.
+    room = max(0.06 * (high - lowest), 1e-6 * abs(lowest), 1e-9)
     return lowest - room, high + room, True
 
 
