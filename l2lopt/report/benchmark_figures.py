@@ -165,8 +165,10 @@ def limits(panel: LossPanel) -> tuple[float, float, bool]:
     # The slowest curve at a fifth of the budget: what lies above says how they began, not where they get.
     settled = np.array([loss for loss in early if np.isfinite(loss) and loss <= top])
     high = max([*settled, *finals], default=top)
-    # Curves that never move still get an axis.
-    room = max(0.06 * (high - lowest), 1e-6 * abs(lowest), 1e-9)
+    spread = high - lowest
+    if spread <= 1e-6 * abs(lowest):  # curves that never move still get an axis
+        spread = abs(lowest) or 1.0
+    room = 0.06 * spread
     return lowest - room, high + room, True
 
 
