@@ -194,7 +194,7 @@ def profiles(panels: Sequence[ProfilePanel], folder: Path, name: str) -> Drawn:
                 axes.set_xscale("log", base=2)
                 axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
             axes.set(ylim=(-0.02, 1.02), xlim=(panel.thresholds[0], panel.thresholds[-1]))
-            axes.set_xlabel(plain(panel.axis, 50), parse_math=False)
+            axes.set_xlabel(plain(panel.axis, 40), parse_math=False)
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
             axes.grid(True, which="major", color="#CCCCCC", linewidth=0.5)
             title(axes, panel.title)
@@ -222,7 +222,7 @@ def step_times(
             axes.plot(values, [place] * len(values), "o", color=line.colour, alpha=0.45, markersize=4)
             axes.plot([np.median(values)] * 2, [place - 0.34, place + 0.34], color=line.colour, linewidth=2.6)
         axes.set(xscale="log", ylim=(len(shown) - 0.5, -0.5))
-        axes.set_xlabel(plain(axis, 50), parse_math=False)
+        axes.set_xlabel(plain(axis, 32), parse_math=False)
         axes.set_yticks(range(len(shown)), list(shown), parse_math=False)
         every = [value for values in ratios.values() for value in values]
         _mark_times(axes, min(every, default=1.0), max(every, default=1.0))
