@@ -25,7 +25,7 @@ def write_board(result: BenchmarkResult, folder: Path, figures: Iterable[Path] =
         figures: PNG files of the report's figures; other files are passed over.
 
     Example:
-        >>> from l2lopt.evaluation.benchmark_report import write_report  # doctest: +SKIP
+        >>> from l2lopt.evaluation.benchmark_report import write_report
         >>> paths = write_report(result, folder)  # doctest: +SKIP
         >>> write_board(result, folder / "tensorboard", paths)  # doctest: +SKIP
     """

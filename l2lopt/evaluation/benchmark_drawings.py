@@ -168,7 +168,7 @@ def draw_step_times(standings: Standings, folder: Path, name: str) -> Drawing | 
     if not found:
         return None
     ratios = {label: [ratio for _, ratio in by_task.values()] for label, by_task in found.items()}
-    axis = f"time of a step over that of {standings.result.target_optimiser}"
+    axis = f"over that of {standings.result.target_optimiser}"
     drawn = figures.step_times(ratios, lines, folder, name, axis)
     rows = [
         (label, task, _short(seconds), _short(ratio))

@@ -56,7 +56,7 @@ def write_report(result: BenchmarkResult, folder: Path) -> list[Path]:
 
     The folder gets `report.html`, which needs no other file; `report.md`; `benchmark.json`, from which the report can
     be written again; `benchmark.csv` with every loss and `scores.csv` with every score; and `figures/`, each figure as
-    PNG, as SVG and as CSV. Drawing takes about a second for every ten tasks and league.
+    PNG, as SVG and as CSV. Drawing takes about three seconds for every ten tasks and league.
 
     Args:
         result: Result of the benchmark.
@@ -65,8 +65,9 @@ def write_report(result: BenchmarkResult, folder: Path) -> list[Path]:
     Returns:
         The files, the page first.
 
-    Raises:
-        UserError: For a result without runs.
+    Example:
+        >>> from l2lopt.evaluation.benchmark_result import read_result
+        >>> write_report(read_result(folder / "benchmark.json"), folder)  # doctest: +SKIP
     """
     standings, training = Standings(result), Standings(result, "train")
     parts = _parts(standings, training, folder / "figures")

@@ -164,8 +164,7 @@ def probability_of_improvement(a: Tensor, b: Tensor) -> Tensor:
         a: Losses, [..., T, S].
         b: Losses, [..., T, S].
     """
-    first, second = a[..., :, None], b[..., None, :]
-    return ((first < second).double() + 0.5 * (first == second).double()).mean((-3, -2, -1))
+    return _pairs(a, b).mean((-3, -2, -1))
 
 
 def seed_draws(tasks: int, seeds: int, resamples: int, generator: torch.Generator) -> Tensor:
@@ -227,7 +226,16 @@ def duel(a: Tensor, b: Tensor, draws: Tensor) -> Duel:
     below = int((a.mean(-1) < b.mean(-1)).sum())
     again, other = drawn(a, draws), drawn(b, draws)
     low, high = percentiles((again.mean(-1) < other.mean(-1)).sum(-1))
-    chance = float(probability_of_improvement(a, b))
-    worse, better = percentiles(probability_of_improvement(again, other))
+    pairs = _pairs(a, b)
+    # How often a draw has each seed: the S² pairs of every draw would take S times the memory.
+    weights = torch.zeros(draws.shape, dtype=torch.float64).scatter_add_(-1, draws, torch.ones(draws.shape).double())
+    chances = torch.einsum("bts,tsr,btr->b", weights, pairs, weights) / pairs.numel()
+    chance, (worse, better) = float(pairs.mean()), percentiles(chances)
     above = int((a.mean(-1) > b.mean(-1)).sum())
     return Duel(len(a), Interval(below, int(low), int(high)), above, Interval(chance, float(worse), float(better)))
+
+
+def _pairs(a: Tensor, b: Tensor) -> Tensor:
+    """1 where a run of `a` has the lower loss, ½ where it is that of the run of `b`, else 0, [..., T, S, S]."""
+    first, second = a[..., :, None], b[..., None, :]
+    return (first < second).double() + 0.5 * (first == second).double()

@@ -91,7 +91,7 @@ class ProfilePanel(NamedTuple):
     """Performance profiles over the same thresholds.
 
     Attributes:
-        title: What is shown.
+        title: Name of the share.
         axis: Label of the axis of thresholds.
         thresholds: Thresholds, rising, [K].
         profiles: Profiles.
@@ -152,7 +152,8 @@ def limits(panel: LossPanel) -> tuple[float, float, bool]:
     top = panel.begin if np.isfinite(panel.begin) else float(every.max(initial=1.0))
     inside = every[every <= top]
     if not inside.size:
-        return top - 1, top + 1, True
+        room = max(1.0, 0.1 * abs(top))
+        return top - room, top + room, True
     lowest = float(inside.min())
     finals = np.array([mean[-1] for mean in means if np.isfinite(mean[-1]) and mean[-1] <= top])
     if lowest > 0 and finals.size and finals.max() >= _NEAR * finals.min():
@@ -164,8 +165,10 @@ def limits(panel: LossPanel) -> tuple[float, float, bool]:
     # The slowest curve at a fifth of the budget: what lies above says how they began, not where they get.
     settled = np.array([loss for loss in early if np.isfinite(loss) and loss <= top])
     high = max([*settled, *finals], default=top)
-    # Curves that never move, such as those of one step.
-    room = 0.06 * (high - lowest) or 0.06 * max(abs(lowest), 1e-6)
+    spread = high - lowest
+    if spread <= 1e-6 * abs(lowest):  # curves that never move still get an axis
+        spread = abs(lowest) or 1.0
+    room = 0.06 * spread
     return lowest - room, high + room, True
 
 
@@ -191,7 +194,7 @@ def profiles(panels: Sequence[ProfilePanel], folder: Path, name: str) -> Drawn:
                 axes.set_xscale("log", base=2)
                 axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
             axes.set(ylim=(-0.02, 1.02), xlim=(panel.thresholds[0], panel.thresholds[-1]))
-            axes.set_xlabel(plain(panel.axis, 50), parse_math=False)
+            axes.set_xlabel(plain(panel.axis, 40), parse_math=False)
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
             axes.grid(True, which="major", color="#CCCCCC", linewidth=0.5)
             title(axes, panel.title)
@@ -219,7 +222,7 @@ def step_times(
             axes.plot(values, [place] * len(values), "o", color=line.colour, alpha=0.45, markersize=4)
             axes.plot([np.median(values)] * 2, [place - 0.34, place + 0.34], color=line.colour, linewidth=2.6)
         axes.set(xscale="log", ylim=(len(shown) - 0.5, -0.5))
-        axes.set_xlabel(plain(axis, 50), parse_math=False)
+        axes.set_xlabel(plain(axis, 32), parse_math=False)
         axes.set_yticks(range(len(shown)), list(shown), parse_math=False)
         every = [value for values in ratios.values() for value in values]
         _mark_times(axes, min(every, default=1.0), max(every, default=1.0))

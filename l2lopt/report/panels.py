@@ -22,7 +22,7 @@ SHEET_STYLE: dict[Any, Any] = STYLE | {
 """Matplotlib's settings for sheets."""
 TITLE, NOTE = "title", "note"
 """Identifiers of the two texts that a page says in words of its own."""
-_LEGEND_ROW, _LETTER = 0.24, 0.085
+_LEGEND_ROW, _LETTER = 0.24, 0.075
 """Inches of a legend's row and of an average letter."""
 
 
@@ -65,7 +65,7 @@ class Drawn(NamedTuple):
     """A sheet that was written.
 
     Attributes:
-        paths: Its files, PNG and SVG.
+        paths: Files of the sheet, PNG and SVG.
         boxes: Part of each panel in the SVG, in which its group is called "panel-0", "panel-1" and so on.
     """
 

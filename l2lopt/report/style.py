@@ -23,21 +23,22 @@ RULES = ("#000000", "#0072B2", "#D55E00", "#882255")
 """Colours of learned optimisers beside a harness, which has the green."""
 HARNESS = "#009E73"
 """Colour of the harness."""
-RIVALS = ("#999999", "#E69F00", "#56B4E9", "#CC79A7", "#8C8C00", "#7B61C9", "#A0522D")
-"""Colours of baselines where there may be as many as in a benchmark."""
+RIVALS = ("#F0B400", "#56B4E9", "#990000", "#9933FF", "#A3A3A3", "#8FB03C", "#F03CC8")
+"""Colours of baselines where there may be as many as in a benchmark. Any two of these, of `RULES` and of `HARNESS` stay
+apart for the colour-blind, and so do those in their place in the dark."""
 IN_THE_DARK: Mapping[str, str] = {
     "#000000": "#F2F2F2",
-    "#0072B2": "#4AA8F0",
-    "#D55E00": "#FF8A3D",
-    "#882255": "#E07BB0",
-    "#009E73": "#2FD0A2",
-    "#999999": "#A8A8A8",
-    "#E69F00": "#E6B54A",
-    "#56B4E9": "#8FD6FF",
-    "#CC79A7": "#E59CC6",
-    "#8C8C00": "#C0C040",
-    "#7B61C9": "#B09CFF",
-    "#A0522D": "#D8946C",
+    "#0072B2": "#3D9BE9",
+    "#D55E00": "#FF7A1A",
+    "#882255": "#D65C9E",
+    "#009E73": "#1FB88A",
+    "#F0B400": "#FFD54A",
+    "#56B4E9": "#A6E1FF",
+    "#990000": "#C23B3B",
+    "#9933FF": "#9A66FF",
+    "#A3A3A3": "#74747C",
+    "#8FB03C": "#B4C95A",
+    "#F03CC8": "#FFA8C8",
     "#CCCCCC": "#3A3D45",
     "#FFFFFF": "#16181D",
 }

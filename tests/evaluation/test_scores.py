@@ -189,6 +189,9 @@ def test_duels_count_tasks(values):
     assert abs(found.above - sum(x > y for x, y in pairs)) <= close
     assert found.tasks == len(values)
     assert 0 <= found.below.low <= found.below.high <= len(values)
+    draws = draws_for(a)
+    chances = sorted(scores.probability_of_improvement(scores.drawn(a, draws), scores.drawn(b, draws)).tolist())
+    assert list(found.improvement)[1:] == pytest.approx([chances[1], chances[48]])
     back = scores.duel(b, a, draws_for(a))
     assert (back.below.value, back.above) == (found.above, found.below.value)
 
