@@ -326,17 +326,7 @@ def changed(choice: Any, **options: Any) -> Any:
 SMALL_MLP = {"name": "mlp", "hidden": [3], "batch_size": 200}
 SAMPLED = {
     "mlp": partial(mlp, (4,), batch_size=300, dtype="float64"),
-    "mlp with batch norm": partial(
-        mlp, (4, 3), "gelu", batch_size=300, norm="batch", initialisation="orthogonal", gain=0.7, dtype="float64"
-    ),
-    "mlp with layer norm": partial(mlp, (4,), "tanh", batch_size=300, norm="layer", dtype="float64"),
-    "logistic-regression": partial(logistic_regression, batch_size=300, dtype="float64"),
-    "convnet with layer norm": partial(convnet, (2, 3), 4, batch_size=300, norm="layer", dtype="float64"),
-    "convnet without norm": partial(convnet, (2,), 4, batch_size=300, norm="none", dtype="float64"),
-    "vit": partial(vit, width=4, layers=1, dataset="digits", batch_size=300, dtype="float64"),
     "matrix-factorisation": partial(matrix_factorisation, 8, 6, 2, 3, batch_size=7, dtype="float64"),
-    "parametric-mlp": partial(parametric_mlp, 1, ["digits"], evaluation_samples=None, dtype="float64"),
-    "parametric-convnet": partial(parametric_convnet, 0, ["digits"], evaluation_samples=None, dtype="float64"),
     "augmented samples": changed(SMALL_MLP, permuted_pixels=True, label_noise=0.2, train_share=0.4),
     "convnet": partial(convnet, (2, 3), 4, batch_size=300, dtype="float64"),
     "resnet": small_resnet,
@@ -429,12 +419,20 @@ OPTIMISEES = {
     "quadratic": partial(Quadratic, 4, "float64"),
     "quadratic, ill-conditioned, under noise": partial(Quadratic, 4, "float64", condition=50.0, noise=0.3),
     "rosenbrock": partial(Rosenbrock, 4, dtype="float64"),
-    "autoencoder": partial(autoencoder, (5, 2), dataset="digits", batch_size=300, dtype="float64"),
+    "mlp with batch norm": partial(
+        mlp, (4, 3), "gelu", batch_size=20, norm="batch", initialisation="orthogonal", gain=0.7, dtype="float64"
+    ),
+    "logistic-regression": partial(logistic_regression, batch_size=20, dtype="float64"),
+    "convnet with layer norm": partial(convnet, (2, 3), 4, batch_size=20, norm="layer", dtype="float64"),
+    "vit": partial(vit, width=4, layers=1, dataset="digits", batch_size=20, dtype="float64"),
+    "parametric-mlp": partial(parametric_mlp, 1, ["digits"], evaluation_samples=50, dtype="float64"),
+    "parametric-convnet": partial(parametric_convnet, 0, ["digits"], evaluation_samples=50, dtype="float64"),
+    "autoencoder": partial(autoencoder, (5, 2), dataset="digits", batch_size=20, dtype="float64"),
     "autoencoder on images": partial(
         autoencoder, (3,), "tanh", "cross-entropy", pictures(), batch_size=5, heldout=0.3, size=4, dtype="float64"
     ),
     "augmented scales of a convnet": changed(
-        {"name": "convnet", "channels": [2], "hidden": 3, "batch_size": 200}, reparametrised=3.0
+        {"name": "convnet", "channels": [2], "hidden": 3, "batch_size": 20}, reparametrised=3.0
     ),
     "augmented scales of a quadratic": changed({"name": "quadratic", "size": 3}, reparametrised=5.0),
     "parametric-language": partial(parametric_language, 4, 8, dtype="float64"),

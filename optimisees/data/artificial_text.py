@@ -1,5 +1,7 @@
 """Sentences of artificial languages; see `text.artificial`, which makes a corpus of them."""
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ _CONTRAST = 1.5
 """Standard deviation of the logits of what follows what: the larger, the more can be foretold."""
 
 
+@lru_cache(maxsize=8)
 def artificial_texts(language: int, words: int, classes: int, sentences: int) -> tuple[str, str, str]:
     """Training, validation and test sentences, a line each.
 

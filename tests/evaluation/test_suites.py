@@ -143,12 +143,12 @@ def test_tasks_that_need_files_say_so(name, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CATALOGUE.tasks)
 def test_every_task_runs_with_several_seeds_side_by_side(name):
-    """Two steps of two runs: the losses of each row are those of its run by itself, and on every split."""
+    """Two steps of two runs: the losses of each row are those of its run by itself, where rates are chosen as well."""
     task = CATALOGUE.tasks[name]
     if not suites.has_data(task):
         pytest.skip(f"{task.needs} is not under L2LOPT_DATA")
     made = built(name)
-    splits = ("train", "inner", "heldout", "test")
+    splits = ("heldout", "test")
     rows = run_free(optimisers.make("adamw", lr=1e-3), made, [3, 4], [0, 2], splits, fit="inner")
     assert all(losses.isfinite().all() for losses in rows.losses.values())
     single = run_free(optimisers.make("adamw", lr=1e-3), made, [4], [0, 2], splits, fit="inner")
@@ -243,6 +243,36 @@ def test_a_suite_names_tasks_families_and_splits():
 def test_an_unknown_name_is_refused(entry, said):
     with pytest.raises(UserError, match=said):
         suites.selected([entry], suites.Catalogue.model_validate(SMALL))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("budget='medum'", "budget: expected 'short', 'medium' or 'long', found 'medum'"),
+        ("seeds=0", "seeds: expected greater than 0, found 0"),
+        ("seed=3", "seed: expected a known key, found 'seed'; did you mean 'seeds'"),
+        ("tasks=[]", "tasks: expected list should have at least 1 item"),
+        (
+            "competitors=[{optimiser='adam', rates=[0.1], league=['tuned']}]",
+            "competitors.0.league: expected a known key.*did you mean 'leagues'",
+        ),
+        (
+            "competitors=[{optimiser='adam', rates=[0.1], leagues=['tune']}]",
+            "competitors.0.leagues.0: expected 'untuned', 'self-tuned' or 'tuned', found 'tune'",
+        ),
+        (
+            "competitors=[{optimiser='adam', rates=[]}]",
+            "competitors.0.rates: expected list should have at least 1 item",
+        ),
+        (
+            "competitors=[{optimiser='adam', rates=[0.1], untuned=0.0}]",
+            "competitors.0.untuned: expected greater than 0",
+        ),
+    ],
+)
+def test_mistakes_in_a_suite_name_their_key(change, said):
+    with pytest.raises(UserError, match=said):
+        configs.load(FOLDER / "smoke.toml", [change], kind=Suite)
 
 
 def test_data_are_looked_for_by_their_folders(tmp_path, monkeypatch):

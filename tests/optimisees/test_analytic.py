@@ -3,13 +3,14 @@
 import laws
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from l2lopt.core.errors import UserError
 from optimisees import Quadratic, Rosenbrock, matrix_factorisation
 
 
+@settings(max_examples=25)
 @given(size=st.integers(2, 12), condition=st.floats(1, 1e4), seed=st.integers(0, 99))
 def test_a_quadratic_has_its_condition_number(size, condition, seed):
     matrix, _ = Quadratic(size, "float64", condition=condition).batch("train", seed, 0)
