@@ -221,9 +221,11 @@ def headline(standings: Standings) -> list[str]:
 
 
 def percent(value: float) -> str:
-    """A normalised loss as a percentage with its sign."""
+    """A normalised loss as a percentage with its sign; what is beyond 1,000 % says no more than that."""
     if abs(value) == torch.inf:
         return "∞"
+    if abs(value) >= 10:
+        return "> +1000 %" if value > 0 else "< −1000 %"
     text = f"{100 * value:+.1f} %"  # without a sign where nothing is left to have one
     return text[1:] if text[1:] == "0.0 %" else text.replace("-", "−")
 

@@ -1,6 +1,7 @@
 """Benchmarks: many optimisers on many tasks, every run cached, one report."""
 
 import logging
+import shutil
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,6 +11,7 @@ from l2lopt.core.errors import UserError
 from l2lopt.core.registry import Choice
 from l2lopt.core.types import Report, silent
 from l2lopt.evaluation import suites
+from l2lopt.evaluation.benchmark_board import write_board
 from l2lopt.evaluation.benchmark_report import write_report
 from l2lopt.evaluation.benchmark_result import BenchmarkResult
 from l2lopt.evaluation.suites import Catalogue, Competitor, Suite
@@ -87,7 +89,7 @@ def benchmark(
         infos, runs, seconds = benchmark_jobs.make_runs(plan, jobs, report)
         known = benchmark_jobs.environment()
         result = BenchmarkResult(name, asked.seeds, tuple(infos), tuple(runs), step_seconds=seconds, environment=known)
-        processes.on_first(lambda: write_report(result, home))
+        processes.on_first(lambda: _write(result, home))
     return result
 
 
@@ -103,6 +105,13 @@ def load_suite(source: str | Path, changes: Sequence[str] = ()) -> tuple[str, Su
     """
     path = configs.find(source, "suites", "a suite's file")
     return path.stem, configs.load(path, changes, kind=Suite)
+
+
+def _write(result: BenchmarkResult, folder: Path) -> None:
+    """Writes the report, and the events of TensorBoard in place of an earlier report's."""
+    paths = write_report(result, folder)
+    shutil.rmtree(folder / "tensorboard", ignore_errors=True)
+    write_board(result, folder / "tensorboard", paths)
 
 
 def _competitor(name: str, given: Competitor | Mapping[str, Any]) -> Competitor:

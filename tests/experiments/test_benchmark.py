@@ -56,6 +56,7 @@ def no_figures(monkeypatch):
         return [folder / "benchmark.json"]
 
     monkeypatch.setattr(benchmarks, "write_report", write)
+    monkeypatch.setattr(benchmarks, "write_board", lambda *_: None)
 
 
 def test_a_benchmark_is_made_once(tmp_path, made):
