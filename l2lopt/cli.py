@@ -209,6 +209,41 @@ def reproduce(
     _left(paths)
 
 
+@app.command()
+def benchmark(
+    suite: Annotated[
+        Path, typer.Argument(metavar="SUITE", help="smoke (minutes), small (an hour), full (a night), or a TOML file.")
+    ] = Path("smoke"),
+    run: Run = None,
+    changes: Set = None,
+    data: Data = None,
+    jobs: Annotated[int, typer.Option("--jobs", min=1, help="Runs made at the same time.")] = 1,
+    task: Annotated[
+        list[str] | None,
+        typer.Option("--task", metavar="MODULE:FUNCTION", help="A problem of your own, in place of the suite's tasks."),
+    ] = None,
+    steps: Annotated[int | None, typer.Option("--steps", min=1, help="Steps of each run.")] = None,
+    cache: Annotated[Path | None, typer.Option("--cache", help="Where runs are kept for other benchmarks.")] = None,
+) -> None:
+    """Compare optimisers on a suite of tasks, or on your own, untuned and tuned; goes on where it was stopped."""
+    from l2lopt.experiments import benchmark as benchmarks
+
+    name = "own" if task else suite.stem
+    folder = run or Path("runs") / f"benchmark-{name}"
+    with _progress() as report:
+        benchmarks.benchmark(
+            suite,
+            folder,
+            tasks={one: one for one in task} if task else None,
+            steps=steps,
+            changes=_changes(changes, None, None),
+            cache=cache,
+            jobs=jobs,
+            report=report,
+        )
+    _left([folder / "report.html", folder / "report.md"])
+
+
 def main() -> None:
     """Runs the command line; a user's mistake ends in one line on standard error and exit code 2.
 

@@ -78,6 +78,16 @@ class ModuleOptimisee(Optimisee):
         self._masks = self._try()
         self._whole = {split: self._cut(split, 0) for split in self.sampling.alike}
 
+    def with_samples(self, data: InMemory) -> "ModuleOptimisee":
+        """The same model and loss on other samples of the same form, drawn and divided in the same way.
+
+        Raises:
+            UserError: For fewer training samples than a batch has.
+        """
+        sizes = self.batch_size, self.sampling.heldout, self.device, self.evaluation_size
+        rest = self.measures, self.augment, self.sampling.evaluation_samples, self._validation
+        return ModuleOptimisee(self.factory, self.criterion, data, *sizes, *rest)
+
     def init(self, seed: int) -> tuple[Params, Aux]:
         """The factory's parameters and buffers under `seed`."""
         module = self._fresh(seed)

@@ -30,12 +30,21 @@ from optimisees import (
     LanguageModel,
     ModuleOptimisee,
     Quadratic,
+    Rosenbrock,
     SequenceLabelling,
     SequenceMetric,
     Transformer,
+    augmented,
+    autoencoder,
     convnet,
+    logistic_regression,
+    matrix_factorisation,
     mlp,
+    parametric_convnet,
+    parametric_language,
+    parametric_mlp,
     resnet,
+    vit,
 )
 from optimisees.data.text import EOS, Corpus, Vocabulary
 from optimisees.labelling.labelled import Labelled, Sequences, by_position
@@ -309,8 +318,16 @@ def on_pictures(make: Any, *sizes: Any) -> ModuleOptimisee:
     return made
 
 
+def changed(choice: Any, **options: Any) -> Any:
+    """A small problem on digits with some of `augmented`'s changes."""
+    return partial(augmented, {**choice, "dtype": "float64"}, **options)
+
+
+SMALL_MLP = {"name": "mlp", "hidden": [3], "batch_size": 200}
 SAMPLED = {
     "mlp": partial(mlp, (4,), batch_size=300, dtype="float64"),
+    "matrix-factorisation": partial(matrix_factorisation, 8, 6, 2, 3, batch_size=7, dtype="float64"),
+    "augmented samples": changed(SMALL_MLP, permuted_pixels=True, label_noise=0.2, train_share=0.4),
     "convnet": partial(convnet, (2, 3), 4, batch_size=300, dtype="float64"),
     "resnet": small_resnet,
     "module with batch norm": partial(
@@ -400,6 +417,25 @@ LABELLING = {
 }
 OPTIMISEES = {
     "quadratic": partial(Quadratic, 4, "float64"),
+    "quadratic, ill-conditioned, under noise": partial(Quadratic, 4, "float64", condition=50.0, noise=0.3),
+    "rosenbrock": partial(Rosenbrock, 4, dtype="float64"),
+    "mlp with batch norm": partial(
+        mlp, (4, 3), "gelu", batch_size=20, norm="batch", initialisation="orthogonal", gain=0.7, dtype="float64"
+    ),
+    "logistic-regression": partial(logistic_regression, batch_size=20, dtype="float64"),
+    "convnet with layer norm": partial(convnet, (2, 3), 4, batch_size=20, norm="layer", dtype="float64"),
+    "vit": partial(vit, width=4, layers=1, dataset="digits", batch_size=20, dtype="float64"),
+    "parametric-mlp": partial(parametric_mlp, 1, ["digits"], evaluation_samples=50, dtype="float64"),
+    "parametric-convnet": partial(parametric_convnet, 0, ["digits"], evaluation_samples=50, dtype="float64"),
+    "autoencoder": partial(autoencoder, (5, 2), dataset="digits", batch_size=20, dtype="float64"),
+    "autoencoder on images": partial(
+        autoencoder, (3,), "tanh", "cross-entropy", pictures(), batch_size=5, heldout=0.3, size=4, dtype="float64"
+    ),
+    "augmented scales of a convnet": changed(
+        {"name": "convnet", "channels": [2], "hidden": 3, "batch_size": 20}, reparametrised=3.0
+    ),
+    "augmented scales of a quadratic": changed({"name": "quadratic", "size": 3}, reparametrised=5.0),
+    "parametric-language": partial(parametric_language, 4, 8, dtype="float64"),
     "mlp on images": partial(on_pictures, mlp, (3,)),
     "convnet on images": partial(on_pictures, convnet, (2, 2), 3),
     "resnet on changed images": partial(small_resnet, channels_last=True, crop_and_flip=True, evaluation_samples=6),

@@ -309,6 +309,21 @@ def assert_pure(make: Any) -> None:
     assert_same(arguments, before)
 
 
+def assert_loss_has_its_gradient(optimisee: Optimisee) -> None:
+    """The derivative along a random direction, against central differences."""
+    params, aux = optimisee.init(2)
+    batch = optimisee.batch("train", 2, 1)
+    direction = {name: normal(*value.shape, seed=20 + index) for index, (name, value) in enumerate(params.items())}
+    gradient = grad(optimisee.loss, has_aux=True)(params, aux, batch)[0]
+    derivative = sum((gradient[name] * direction[name]).sum() for name in params)
+    step = 1e-6
+    above, below = (
+        optimisee.loss({name: value + sign * step * direction[name] for name, value in params.items()}, aux, batch)[0]
+        for sign in (1, -1)
+    )
+    torch.testing.assert_close((above - below) / (2 * step), derivative, rtol=1e-5, atol=1e-7)
+
+
 def assert_batch_is_a_function(make: Any) -> None:
     """Of split, seed and step: a fresh optimisee asked in another order gives the same."""
     keys = [

@@ -210,10 +210,13 @@ def _expectation(message: str) -> str:
 
 def _fields_at(fields: Mapping[str, Any], path: list[str]) -> list[str]:
     """The keys that a model allows at `path` below its top."""
+    named = False
     for key in path:
-        if key.isdigit():  # an item of a list has the list's model
+        if key.isdigit() or named:  # an item of a list, or of a table whose keys are names, has that one's model
+            named = False
             continue
         annotation = getattr(fields.get(key), "annotation", None)
+        named = typing.get_origin(annotation) is dict
         models = [a for a in (annotation, *typing.get_args(annotation)) if isinstance(a, type)]
         fields = next((m.model_fields for m in models if issubclass(m, BaseModel)), {})
     return list(fields)

@@ -40,7 +40,8 @@ class Baseline(Settings):
     @property
     def name(self) -> str:
         """Its name in the results."""
-        return self.label or (self.optimiser if isinstance(self.optimiser, str) else str(self.optimiser.get("name")))
+        choice = {"name": self.optimiser} if isinstance(self.optimiser, str) else self.optimiser
+        return self.label or str(choice.get("name") or choice.get("weights"))
 
     def contestant(self) -> Contestant:
         """Its part in a comparison."""

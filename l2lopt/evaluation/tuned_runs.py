@@ -37,6 +37,8 @@ class TunedRun(NamedTuple):
 
 Choices: TypeAlias = dict[Split, dict[int, TunedRun]]
 """Split → horizon → the run chosen for it."""
+Tried: TypeAlias = dict[Split, dict[int, dict[TunedRun, float]]]
+"""Split → horizon → run that was tried → its mean loss."""
 
 
 def choice_facts(chosen: Choices) -> dict[str, dict[str, dict[str, float]]]:
@@ -208,13 +210,24 @@ def _run(
     )
 
 
-def _tune(contestant: Contestant, problems: Problems, form: StepBackend) -> Choices:
-    """The best run of the grid for every split and horizon; every rate is a row on every seed."""
+def tuning_losses(contestant: Contestant, problems: Problems) -> Tried:
+    """The mean losses of every rate on the problems of the tuning, a rate that diverged at infinity.
+
+    Args:
+        contestant: Contestant whose rates are tried.
+        problems: Problems, and how runs on them are made.
+
+    Returns:
+        Reported split → horizon → run → mean loss on the split that chooses for it, see `CHOSEN_ON`.
+    """
+    return _tried(contestant, problems, step_backend(contestant, problems.optimisee, problems.settings))
+
+
+def _tried(contestant: Contestant, problems: Problems, form: StepBackend) -> Tried:
+    """The mean losses of every rate; each is a row on every seed."""
     horizons, seeds = problems.settings.checked_horizons(), problems.tuning
     rates = torch.tensor(contestant.rates, dtype=torch.float64)
-    tried: dict[Split, dict[int, dict[TunedRun, float]]] = {
-        split: {horizon: {} for horizon in horizons} for split in SPLITS
-    }
+    tried: Tried = {split: {horizon: {} for horizon in horizons} for split in SPLITS}
     for length in horizons if contestant.knows_end else horizons[-1:]:
         # A schedule that ends later is tried for an earlier horizon, too.
         marks = [horizon for horizon in horizons if horizon <= length]
@@ -227,9 +240,14 @@ def _tune(contestant: Contestant, problems: Problems, form: StepBackend) -> Choi
                 means = losses.view(len(rates), len(seeds)).double().mean(1).nan_to_num(nan=torch.inf)
                 pairs = zip(contestant.rates, means.tolist(), strict=True)
                 tried[split][horizon] |= {TunedRun(rate, length): mean for rate, mean in pairs}
+    return tried
+
+
+def _tune(contestant: Contestant, problems: Problems, form: StepBackend) -> Choices:
+    """The best run of the grid for every split and horizon."""
     return {
         split: {horizon: min(means, key=means.__getitem__) for horizon, means in by_horizon.items()}
-        for split, by_horizon in tried.items()
+        for split, by_horizon in _tried(contestant, problems, form).items()
     }
 
 

@@ -15,6 +15,7 @@ from l2lopt.core.settings import Settings
 from l2lopt.evaluation.settings import EvaluationSettings
 from l2lopt.optimisee import Split
 from l2lopt.storage.run_log import existing
+from l2lopt.storage.toml_file import read_toml
 from l2lopt.training.settings import MetaTrainSettings, UnrollSettings
 from l2lopt.training.train import TrainSettings
 
@@ -157,11 +158,8 @@ def _read(source: str | Path | Mapping[str, Any] | Settings) -> tuple[str, dict[
         return "config", source.model_dump()
     if isinstance(source, Mapping):
         return "config", {key: value for key, value in source.items()}
-    path = existing(Path(source), "a config file", "give the path of a TOML file, such as configs/demo.toml")
-    try:
-        return str(path), tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(str(path), expected="a TOML file", found=str(error), remedy="mend that place") from None
+    remedy = "give the path of a TOML file, such as configs/demo.toml"
+    return str(Path(source)), read_toml(Path(source), "a config file", remedy)
 
 
 def _change(data: dict[str, Any], change: str, kind: type[Settings]) -> None:

@@ -1,7 +1,8 @@
 """How every figure looks: colours, dashes and markers that survive a photocopier, and the way to a file."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 
@@ -18,6 +19,30 @@ BASELINES = ("#999999", "#E69F00", "#56B4E9", "#CC79A7", "#8C8C00", "#B0B0B0")
 """Colours of baselines."""
 DASHES = ((0, ()), (0, (5, 1.5)), (0, (1, 1)), (0, (4, 1, 1, 1)), (0, (6, 1, 1, 1, 1, 1)), (0, (2, 2)))
 """Dash patterns of lines, one for each."""
+RULES = ("#000000", "#0072B2", "#D55E00", "#882255")
+"""Colours of learned optimisers beside a harness, which has the green."""
+HARNESS = "#009E73"
+"""Colour of the harness."""
+RIVALS = ("#F0B400", "#56B4E9", "#990000", "#9933FF", "#A3A3A3", "#8FB03C", "#F03CC8")
+"""Colours of baselines where there may be as many as in a benchmark. Any two of these, of `RULES` and of `HARNESS` stay
+apart for the colour-blind, and so do those in their place in the dark."""
+IN_THE_DARK: Mapping[str, str] = {
+    "#000000": "#F2F2F2",
+    "#0072B2": "#3D9BE9",
+    "#D55E00": "#FF7A1A",
+    "#882255": "#D65C9E",
+    "#009E73": "#1FB88A",
+    "#F0B400": "#FFD54A",
+    "#56B4E9": "#A6E1FF",
+    "#990000": "#C23B3B",
+    "#9933FF": "#9A66FF",
+    "#A3A3A3": "#74747C",
+    "#8FB03C": "#B4C95A",
+    "#F03CC8": "#FFA8C8",
+    "#CCCCCC": "#3A3D45",
+    "#FFFFFF": "#16181D",
+}
+"""Colour of a figure on white → the one in its place on a dark page."""
 MARKERS = "os^Dv<>P"
 """Markers of lines, one for each."""
 STYLE: dict[Any, Any] = {
@@ -27,6 +52,42 @@ STYLE: dict[Any, Any] = {
     "axes.spines.right": False,
 }
 """Matplotlib's settings, for `plt.rc_context`."""
+
+
+class Line(NamedTuple):
+    """How the curve of an optimiser looks, the same in all figures.
+
+    Attributes:
+        colour: Colour as "#RRGGBB".
+        dash: Dash pattern as Matplotlib has it.
+        marker: Matplotlib's name of the marker.
+        width: Width in points.
+    """
+
+    colour: str
+    dash: tuple[int, tuple[float, ...]]
+    marker: str
+    width: float
+
+
+def lines_of(kinds: Mapping[str, str]) -> dict[str, Line]:
+    """A line for each optimiser: wide and solid for learned ones, wide and dashed for a harness, thin for the rest.
+
+    Args:
+        kinds: Name → "learned", "harness" or anything else, a baseline.
+    """
+    found: dict[str, Line] = {}
+    counts = {"learned": 0, "harness": 0, "baseline": 0}
+    for index, (name, kind) in enumerate(kinds.items()):
+        kind = kind if kind in counts else "baseline"
+        count = counts[kind]
+        counts[kind] += 1
+        colours = {"learned": RULES, "harness": (HARNESS,), "baseline": RIVALS}[kind]
+        # A second round through the colours takes other dashes, or two optimisers would look the same.
+        dash = DASHES[(count // len(colours) if kind == "learned" else count + 1) % len(DASHES)]
+        marker = MARKERS[index % len(MARKERS)]
+        found[name] = Line(colours[count % len(colours)], dash, marker, 1.3 if kind == "baseline" else 2.2)
+    return found
 
 
 def write_figure(figure: Figure, folder: Path, name: str) -> list[Path]:

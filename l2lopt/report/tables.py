@@ -1,7 +1,7 @@
 """Tables of results: one value, written as Markdown or HTML; the command line prints it."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from html import escape
 from typing import NamedTuple, TypeAlias
@@ -69,11 +69,16 @@ class Table:
         legend = ["", self.legend] if self.legend else []
         return "\n".join([*title, *lines, *notes, *legend])
 
-    def html(self) -> str:
-        """The table as one `<table>` element without style; everything but the bold marks is escaped."""
+    def html(self, classes: Mapping[tuple[int, int], str] | None = None) -> str:
+        """The table as one `<table>` element without style; everything but the bold marks is escaped.
+
+        Args:
+            classes: Row and column of a cell, counted from 0 → its class in the page's style.
+        """
+        marks = classes or {}
         caption = f"<caption>{_html(self.title)}</caption>\n" if self.title else ""
         heads = "".join(f'<th scope="col">{_html(column)}</th>' for column in self.columns)
-        rows = "".join(f"<tr>{_html_row(row)}</tr>\n" for row in self.rows)
+        rows = "".join(f"<tr>{_html_row(row, index, marks)}</tr>\n" for index, row in enumerate(self.rows))
         below = [*self.notes, *([self.legend] if self.legend else [])]
         remarks = "".join(f'<tr><td colspan="{len(self.columns)}">{_html(text)}</td></tr>\n' for text in below)
         foot = f"<tfoot>\n{remarks}</tfoot>\n" if below else ""
@@ -96,9 +101,13 @@ def _markdown(text: str) -> str:
     return " ".join(text.splitlines()).replace("|", r"\|") if text else text
 
 
-def _html_row(cells: tuple[Cell, ...]) -> str:
-    first, *others = cells
-    return f'<th scope="row">{_html(first)}</th>' + "".join(f"<td>{_html(cell)}</td>" for cell in others)
+def _html_row(cells: tuple[Cell, ...], row: int, classes: Mapping[tuple[int, int], str]) -> str:
+    found = []
+    for column, cell in enumerate(cells):
+        tag = "td" if column else 'th scope="row"'
+        mark = f' class="{escape(classes[row, column])}"' if (row, column) in classes else ""
+        found.append(f"<{tag}{mark}>{_html(cell)}</{tag[:2]}>")
+    return "".join(found)
 
 
 def _html(cell: Cell) -> str:

@@ -6,7 +6,8 @@ from typing import Literal
 import torch
 from torch import nn
 
-from l2lopt.core.errors import UserError
+from l2lopt.core.errors import UserError, above_0
+from optimisees.classifiers.layers import Initialisation, Norm, initialise, normalisation
 from optimisees.classifiers.sources import source
 from optimisees.module import ModuleOptimisee
 
@@ -23,6 +24,10 @@ def convnet(
     heldout: float = 0.23,
     dtype: Literal["float32", "float64"] = "float32",
     device: str = "cpu",
+    size: int | None = None,
+    norm: Norm | None = None,
+    initialisation: Initialisation = "default",
+    gain: float = 1.0,
 ) -> ModuleOptimisee:
     """Images → (3×3 convolution, batch norm, ReLU, 2×2 max-pooling) for each of `channels` → `hidden` → classes.
 
@@ -31,7 +36,7 @@ def convnet(
     Args:
         channels: Number of channels of each stage; each halves the image, so that the digits allow three at most.
         hidden: Units of the fully connected layer.
-        batch_norm: Whether batch normalisation follows each convolution, which then has no bias.
+        batch_norm: Whether batch normalisation follows each convolution, which then has no bias; see `norm`.
         dataset: "digits", or images as for `images.load`: "mnist", "cifar10", "svhn", a folder.
         data: The folder that data sets lie in; by default what L2LOPT_DATA says.
         download: Fetch what is missing.
@@ -40,25 +45,28 @@ def convnet(
         heldout: The share of training samples held out of the inner steps of meta-training.
         dtype: Data type of data and parameters.
         device: Device of data and parameters.
+        size: Height and width that images are scaled to, such as 16 for CIFAR-10; none: as they are.
+        norm: Normalisation after each convolution, which then has no bias: "batch", "layer" (over channels and pixels
+            of a sample) or "none"; by default as `batch_norm` says.
+        initialisation: Initial values: PyTorch's, "he" or "orthogonal"; see `layers.initialise`.
+        gain: Factor on the initial weights.
     """
-    kind = getattr(torch, dtype)
-    task = source(dataset, kind, data, download, device)
+    kind, chosen = getattr(torch, dtype), norm or ("batch" if batch_norm else "none")
+    task = source(dataset, kind, data, download, device, size)
     colours, height, width = task.shape
     most = min(height, width).bit_length() - 1
     if not 1 <= len(channels) <= most or min(channels) < 1:
         expected = f"one to {most} positive numbers"
         raise UserError("convnet: channels", expected=expected, found=str(list(channels)), remedy="change the value")
-    if hidden < 1:
-        raise UserError("convnet: hidden", expected="at least 1", found=str(hidden), remedy="change the value")
+    above_0("convnet", hidden=hidden)
 
     def factory() -> nn.Module:
         layers: list[nn.Module] = [nn.Unflatten(1, task.shape)]
         for fan_in, fan_out in zip((colours, *channels), channels, strict=False):
-            layers.append(nn.Conv2d(fan_in, fan_out, 3, padding=1, bias=not batch_norm))
-            layers += [nn.BatchNorm2d(fan_out)] if batch_norm else []
-            layers += [nn.ReLU(), nn.MaxPool2d(2)]
+            layers.append(nn.Conv2d(fan_in, fan_out, 3, padding=1, bias=chosen == "none"))
+            layers += [*normalisation(chosen, fan_out, images=True), nn.ReLU(), nn.MaxPool2d(2)]
         pixels = (height >> len(channels)) * (width >> len(channels))
         layers += [nn.Flatten(), nn.Linear(pixels * channels[-1], hidden), nn.ReLU(), nn.Linear(hidden, task.classes)]
-        return nn.Sequential(*layers).to(kind)
+        return initialise(nn.Sequential(*layers), initialisation, gain).to(kind)
 
     return task.classifier(factory, batch_size, heldout, evaluation_samples)

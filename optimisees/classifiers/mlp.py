@@ -1,23 +1,20 @@
 """A multilayer perceptron, the small task of Andrychowicz et al. 2016; on the bundled digits unless told otherwise."""
 
 from collections.abc import Sequence
-from itertools import pairwise
 from math import prod
 from typing import Literal
 
 import torch
-from torch import nn
 
 from l2lopt.core.errors import UserError
+from optimisees.classifiers.layers import Activation, Initialisation, Norm, perceptron
 from optimisees.classifiers.sources import source
 from optimisees.module import ModuleOptimisee
-
-_ACTIVATIONS: dict[str, type[nn.Module]] = {"sigmoid": nn.Sigmoid, "relu": nn.ReLU, "tanh": nn.Tanh}
 
 
 def mlp(
     hidden: Sequence[int] = (20,),
-    activation: Literal["sigmoid", "relu", "tanh"] = "sigmoid",
+    activation: Activation = "sigmoid",
     dataset: str = "digits",
     data: str | None = None,
     download: bool = False,
@@ -26,6 +23,10 @@ def mlp(
     heldout: float = 0.23,
     dtype: Literal["float32", "float64"] = "float32",
     device: str = "cpu",
+    size: int | None = None,
+    norm: Norm = "none",
+    initialisation: Initialisation = "default",
+    gain: float = 1.0,
 ) -> ModuleOptimisee:
     """Pixels → hidden layers → classes, cross-entropy; 1,510 parameters on digits with one hidden layer of 20.
 
@@ -40,17 +41,17 @@ def mlp(
         heldout: The share of training samples held out of the inner steps of meta-training.
         dtype: Data type of data and parameters.
         device: Device of data and parameters.
+        size: Height and width that images are scaled to, such as 16 for CIFAR-10; none: as they are.
+        norm: Normalisation of the hidden layers before the activation, "batch" or "layer"; under "batch" they have no
+            bias.
+        initialisation: Initial values: PyTorch's, "he" or "orthogonal"; see `layers.initialise`.
+        gain: Factor on the initial weights.
     """
-    if any(size < 1 for size in hidden):
+    if any(units < 1 for units in hidden):
         raise UserError("mlp: hidden", expected="positive sizes", found=str(list(hidden)), remedy="change the value")
     kind = getattr(torch, dtype)
-    task = source(dataset, kind, data, download, device)
+    task = source(dataset, kind, data, download, device, size)
     sizes = (prod(task.shape), *hidden, task.classes)
-
-    def factory() -> nn.Module:
-        layers: list[nn.Module] = []
-        for fan_in, fan_out in pairwise(sizes):
-            layers += [nn.Linear(fan_in, fan_out, dtype=kind), _ACTIVATIONS[activation]()]
-        return nn.Sequential(*layers[:-1])
-
-    return task.classifier(factory, batch_size, heldout, evaluation_samples)
+    return task.classifier(
+        lambda: perceptron(sizes, activation, kind, norm, initialisation, gain), batch_size, heldout, evaluation_samples
+    )

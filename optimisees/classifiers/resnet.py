@@ -99,8 +99,8 @@ def resnet(
     Args:
         blocks: Number of blocks in each stage, whose channels are `width`, 2 `width`, 4 `width`, …
         width: Channels of the first stage.
-        dataset: "cifar10", "mnist", "svhn", or a folder of images; see `images.load`, as for the next three.
-        size: Side length to which the images of a folder are scaled.
+        dataset: "cifar10", "mnist", "svhn", "photographs", or a folder; see `images.load`, as for the next three.
+        size: Side length to which the images are scaled; those of a named set can only be made smaller.
         data: The folder that data sets lie in; by default what L2LOPT_DATA says.
         download: Fetch what is missing.
         crop_and_flip: Training batches are moved by up to 4 pixels and mirrored at random; held-out ones are not.

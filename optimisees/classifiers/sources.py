@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from l2lopt.core.errors import UserError
 from optimisees.data import images
 from optimisees.data.datasets import InMemory, class_count, digits
 from optimisees.data.image_inputs import Normalised, statistics
@@ -46,7 +47,12 @@ class Source(NamedTuple):
 
 
 def source(
-    dataset: str, dtype: torch.dtype, data: str | None = None, download: bool = False, device: str = "cpu"
+    dataset: str,
+    dtype: torch.dtype,
+    data: str | None = None,
+    download: bool = False,
+    device: str = "cpu",
+    size: int | None = None,
 ) -> Source:
     """The source called "digits" (`datasets.digits`), or any of `images.load`, whose arguments the others are.
 
@@ -56,10 +62,13 @@ def source(
         data: The folder that data sets lie in; by default what L2LOPT_DATA says.
         download: Fetch what is missing.
         device: Device of data and models.
+        size: Height and width that images are scaled to; None leaves them as they are. Digits have 8 pixels, always.
     """
     if dataset == "digits":
+        if size not in (None, 8):
+            raise UserError("size", expected="none with digits", found=str(size), remedy="leave it out")
         return Source(digits(dtype), (1, 8, 8), 10, lambda model: model, device)
-    samples = images.load(dataset, None, data, download)
+    samples = images.load(dataset, size, data, download)
     _, channels, height, width = samples.train_inputs.shape
     mean, deviation = (part.to(device) for part in statistics(samples.train_inputs, dtype))
     classes = class_count(dataset, samples)

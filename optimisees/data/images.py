@@ -1,4 +1,4 @@
-"""Labelled images as uint8 in memory: CIFAR-10, MNIST, SVHN, or any folder of images."""
+"""Labelled images as uint8 in memory: CIFAR-10, MNIST, SVHN, patches of two photographs, or any folder of images."""
 
 import logging
 import struct
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from l2lopt.core.errors import UserError, did_you_mean
 from optimisees.data.datasets import InMemory, damaged, data_root
@@ -27,29 +27,50 @@ def load(
 
     Args:
         dataset: "cifar10" (ROOT/cifar10/{train,test}/<class>/*, or torchvision's ROOT/cifar-10-batches-py/), "mnist"
-            (ROOT/MNIST/raw/), "svhn" (ROOT/svhn/{train,test}_32x32.mat), or the path of a folder: train/ and test/
-            with a folder for each class, or the class folders themselves. Labels follow the classes' names in order.
-            Images that lie in no class folder are one class.
-        size: Height and width of what comes out of a folder: cut to a square about the middle and scaled. None leaves
-            the images as they are, which must then be of one size.
+            (ROOT/MNIST/raw/), "svhn" (ROOT/svhn/{train,test}_32x32.mat), "photographs" (which needs no files), or the
+            path of a folder: train/ and test/ with a folder for each class, or the class folders themselves. Labels
+            follow the classes' names in order. Images that lie in no class folder are one class.
+        size: Height and width of what comes out. Images of a folder are cut to a square about the middle and scaled;
+            those of a named set are made smaller, each new pixel the mean of the area that it covers. None leaves the
+            images as they are; those of a folder must then be of one size.
         data: ROOT; None takes the environment variable L2LOPT_DATA.
         download: Fetch what is missing, through torchvision.
         test_share: Share of the samples for testing, drawn once and for all, where a folder has no train/ and test/.
 
     Raises:
-        UserError: For missing data, saying which files go where, and for a damaged file, by its name.
+        UserError: For missing data, saying which files go where, for a damaged file, by its name, and for a size that
+            is larger than the images of a named set.
     """
+    if dataset == PHOTOGRAPHS:
+        return _reduced(photographs(), size)
     if dataset in _SETS:
-        if size is not None:
-            remedy = "leave size out, or give the path of a folder of images"
-            raise UserError("size", expected=f"none with {dataset}", found=str(size), remedy=remedy)
-        return _SETS[dataset](data_root(data, _HOLDS[dataset], download), download)
+        return _reduced(_SETS[dataset](data_root(data, _HOLDS[dataset], download), download), size)
     folder = Path(dataset).expanduser()
     if not folder.is_dir():
-        expected = f"one of {', '.join(_SETS)}, or a folder of class folders"
-        remedy = f"make that folder, or {did_you_mean(dataset, _SETS)}"
+        known = (*_SETS, PHOTOGRAPHS)
+        expected = f"one of {', '.join(known)}, or a folder of class folders"
+        remedy = f"make that folder, or {did_you_mean(dataset, known)}"
         raise UserError("dataset", expected=expected, found=repr(dataset), remedy=remedy)
     return from_folder(folder, size, test_share)
+
+
+def photographs() -> InMemory:
+    """6,136 + 1,976 patches of 16×16 in colour from the two photographs that scikit-learn carries, a class each.
+
+    Patches begin every 8 pixels. Those for testing are from the right quarter of each photograph, of which no training
+    patch has a pixel.
+    """
+    from sklearn.datasets import load_sample_images  # seconds to import, and only these data need it
+
+    parts: list[list[Tensor]] = [[], []]
+    for picture in load_sample_images().images:
+        pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1)
+        cut = pixels.shape[2] * 3 // 4
+        for found, region in zip(parts, (pixels[:, :, :cut], pixels[:, :, cut:]), strict=True):
+            patches = region.unfold(1, 16, 8).unfold(2, 16, 8)  # [channels, rows, columns, 16, 16]
+            found.append(patches.flatten(1, 2).transpose(0, 1).contiguous())
+    labels = [torch.arange(2).repeat_interleave(torch.tensor([len(one) for one in part])) for part in parts]
+    return InMemory(torch.cat(parts[0]), labels[0], torch.cat(parts[1]), labels[1])
 
 
 def cifar10(root: Path, download: bool = False) -> InMemory:
@@ -113,6 +134,7 @@ def svhn(root: Path, download: bool = False) -> InMemory:
     return InMemory(*parts)
 
 
+PHOTOGRAPHS = "photographs"
 _SETS: dict[str, Callable[[Path, bool], InMemory]] = {"cifar10": cifar10, "mnist": mnist, "svhn": svhn}
 _HOLDS = {
     "cifar10": "cifar10/{train,test}/<class>/*.jpg, or cifar-10-python.tar.gz unpacked",
@@ -120,6 +142,25 @@ _HOLDS = {
     "svhn": "svhn/{train,test}_32x32.mat",
 }
 """What `_SETS` look for in the folder of the data sets."""
+
+
+def _reduced(samples: InMemory, size: int | None) -> InMemory:
+    """The samples with images of `size` by `size` pixels, each the mean of the area that it covers."""
+    if size is None:
+        return samples
+    most = min(samples.train_inputs.shape[2:])
+    if not 1 <= size <= most:
+        raise UserError("size", expected=f"from 1 to {most} pixels", found=str(size), remedy="change the value")
+
+    def smaller(images: Tensor) -> Tensor:
+        # A thousand at a time: as numbers with a fraction all of them would take four times the memory.
+        parts = [
+            nn.functional.interpolate(part.float(), (size, size), mode="area").round().to(torch.uint8)
+            for part in images.split(1000)
+        ]
+        return torch.cat(parts)
+
+    return samples._replace(train_inputs=smaller(samples.train_inputs), test_inputs=smaller(samples.test_inputs))
 
 
 def _fetch(paths: Sequence[Path], expected: str, download: bool, fetch: Callable[[], object]) -> None:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from l2lopt.core import registry
-from l2lopt.core.errors import UserError
+from l2lopt.core.errors import UserError, above_0
 from l2lopt.core.registry import Choice
+from optimisees.data.artificial_text import artificial_texts
 
 Unit: TypeAlias = Literal["word", "character"]
 EOS = "<eos>"
@@ -136,7 +137,42 @@ def ptb(root: str | None = None, unit: Unit = "word") -> Corpus:
     return files(train, valid, test, unit)
 
 
-CORPORA: Mapping[str, Callable[..., Corpus]] = {"ptb": ptb, "files": files}
+def artificial(
+    language: int = 0, words: int = 200, classes: int = 6, sentences: int = 3000, unit: Unit = "character"
+) -> Corpus:
+    """Sentences of an artificial language, for which no file is needed: about 25 characters each.
+
+    A language has letters that follow one another with probabilities of its own (a Markov chain over 16 letters), a
+    lexicon of words spelt by them, each in one of some word classes, and a syntax, which is a Markov chain over these
+    classes. Within a class the k-th word has a probability in proportion to 1/k, as Zipf found for real ones. Every
+    word ends the sentence with probability 0.15. So there is something to learn at each scale: frequencies of
+    letters, spelling, frequencies of words, syntax; and nothing beyond a sentence.
+
+    Args:
+        language: Seed of everything: equal numbers give equal texts.
+        words: Size of the lexicon.
+        classes: Number of word classes, at most that of the words.
+        sentences: Number of sentences, of which 8 in 10 are for training and 1 each for validation and testing.
+        unit: Kind of a token, see `files`.
+
+    Raises:
+        UserError: For values out of range.
+
+    Example:
+        >>> artificial(words=20, sentences=100).vocabulary.unit
+        'character'
+    """
+    above_0("artificial text", classes=classes)
+    for name, value, least in (("words", words, classes), ("sentences", sentences, 10)):
+        if value < least:
+            where, remedy = f"artificial text: {name}", "change the value"
+            raise UserError(where, expected=f"at least {least}", found=str(value), remedy=remedy)
+    texts = artificial_texts(language, words, classes, sentences)
+    vocabulary = Vocabulary.of(texts, unit)
+    return Corpus(vocabulary, *(vocabulary.encode(split(text, unit)) for text in texts))
+
+
+CORPORA: Mapping[str, Callable[..., Corpus]] = {"ptb": ptb, "files": files, "artificial": artificial}
 
 
 def corpus(choice: Choice) -> Corpus:

@@ -52,9 +52,9 @@ class Draw(Optimisee):
     of every batch, the same in every evaluation. Test mode is training mode. Aux holds both terms of the last loss.
 
     Args:
-        dataset: "mnist", "svhn", "cifar10", or a folder of images; see `images.load`, as for the next three. Or the
-            images themselves, uint8.
-        size: Side length to which the images of a folder are scaled.
+        dataset: "mnist", "svhn", "cifar10", "photographs", or a folder of images; see `images.load`, as for the next
+            three. Or the images themselves, uint8.
+        size: Side length to which the images are scaled; those of a named set can only be made smaller.
         data: Folder of the data sets; by default the value of L2LOPT_DATA.
         download: Whether missing files are fetched.
         binarise: Values of x: "no", the grey values as they are; "threshold", 1 above one half; "sampled", 1 with the

@@ -53,6 +53,8 @@ class SequenceLabelling(Optimisee):
         embedding_size: Size of tokens' vectors, where the inputs are tokens.
         dropout: Probability p of a zero in a mask.
         batch_size: Number of sequences per training step.
+        evaluation_sequences: Number of a split's sequences that the loss is evaluated on, drawn once and for all; by
+            default all. Labels and scores are of all in any case.
         dtype: Data type of the parameters and of real inputs.
         device: Device of all tensors.
 
@@ -80,10 +82,12 @@ class SequenceLabelling(Optimisee):
         batch_size: int = 16,
         dtype: Literal["float32", "float64"] = "float32",
         device: str = "cpu",
+        evaluation_sequences: int | None = None,
     ) -> None:
         where = "sequence-labelling"
         sizes = {"hidden_size": hidden_size, "embedding_size": embedding_size}
         above_0(where, layers=layers, batch_size=batch_size, **sizes)
+        above_0(where, evaluation_sequences=1 if evaluation_sequences is None else evaluation_sequences)
         self.data = data if isinstance(data, Labelled) else registry.build(DATA, "data", data)
         self.cell, self.layers, self.bidirectional = cell, layers, bidirectional
         self.hidden_size, self.embedding_size = hidden_size, embedding_size
@@ -94,6 +98,7 @@ class SequenceLabelling(Optimisee):
         train, valid, test = (self._placed(part) for part in (self.data.train, self.data.valid, self.data.test))
         self._splits: dict[Split, Sequences] = {"train": train, "inner": train, "heldout": valid, "test": test}
         self._whole = {split: (_batch(part), int(part.lengths.sum())) for split, part in self._splits.items()}
+        self._evaluated = {split: self._some(split, evaluation_sequences) for split in self._splits}
 
     def fingerprint(self) -> dict[str, str]:
         """The digest of the sequences and their labels."""
@@ -159,8 +164,8 @@ class SequenceLabelling(Optimisee):
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
 
     def evaluation_batches(self, split: Split, seed: int) -> Iterator[tuple[Batch, int]]:
-        """All sequences at once, and the number of their positions."""
-        yield self._whole[split]
+        """All sequences at once, or `evaluation_sequences` of them, and the number of their positions."""
+        yield self._evaluated[split]
 
     def step_info(self, batch: Batch, aux: Aux) -> StepInfo:
         """The batch's positions, and its accuracy under dropout."""
@@ -212,6 +217,15 @@ class SequenceLabelling(Optimisee):
     def _size(self, split: Split) -> int:
         """Sequences of a batch."""
         return min(self.batch_size, len(self._splits[split].lengths))
+
+    def _some(self, split: Split, count: int | None) -> tuple[Batch, int]:
+        """What an evaluation is made of."""
+        part = self._splits[split]
+        if count is None or count >= len(part.lengths):
+            return self._whole[split]
+        chosen = torch.randperm(len(part.lengths), generator=generator("evaluation sequences", split))[:count]
+        batch = _batch(part, chosen.to(self.device))
+        return batch, int(batch["lengths"].sum())
 
     def _placed(self, part: Sequences) -> Sequences:
         """On the device, real inputs in the parameters' dtype."""

@@ -203,15 +203,7 @@ class CausalTransformer(nn.Module):
         self.layers = nn.Sequential(*(Layer(width, heads, expansion, norm, dropout) for _ in range(layers)))
         self.norm, self.lm_head = NORMS[norm](width), nn.Linear(width, vocabulary, bias=False)
         nn.init.normal_(self.positions, std=STD)
-        for part in self.modules():
-            if isinstance(part, nn.Linear | nn.Embedding):
-                nn.init.normal_(part.weight, std=STD)
-            if isinstance(part, nn.Linear) and part.bias is not None:
-                nn.init.zeros_(part.bias)
-        for part in self.modules():
-            if isinstance(part, Layer):
-                for back in (part.out, part.down):
-                    nn.init.normal_(back.weight, std=STD / math.sqrt(2 * layers))
+        initialise(self, layers)
         if tied:
             self.lm_head.weight = self.embedding.weight
 
@@ -223,7 +215,7 @@ class CausalTransformer(nn.Module):
 
 
 class Layer(nn.Module):
-    """Causal attention and a perceptron, each behind a normalisation and added to what it was given.
+    """Attention and a perceptron, each behind a normalisation and added to what it was given.
 
     Args:
         width: Size of the vectors.
@@ -231,11 +223,20 @@ class Layer(nn.Module):
         expansion: Hidden units of the perceptron over the width.
         norm: "layer" or "rms".
         dropout: Probability p for what is added.
+        causal: Whether a place sees only the places so far; otherwise it sees all of them.
     """
 
-    def __init__(self, width: int, heads: int, expansion: int, norm: Literal["layer", "rms"], dropout: float) -> None:
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        expansion: int,
+        norm: Literal["layer", "rms"],
+        dropout: float,
+        causal: bool = True,
+    ) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.causal = heads, causal
         self.norm_1, self.norm_2 = NORMS[norm](width), NORMS[norm](width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, expansion * width), nn.Linear(expansion * width, width)
@@ -248,15 +249,35 @@ class Layer(nn.Module):
         return x + added
 
     def _attention(self, x: Tensor) -> Tensor:
-        """softmax(q kᵀ / √d) v over the places so far, all heads side by side."""
+        """softmax(q kᵀ / √d) v over the places that are seen, all heads side by side."""
         # By its parts: PyTorch's fused attention has no second derivative and no rule for vmap on every device.
         places, width = x.shape[-2:]
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, width // self.heads)).permute(2, 0, 3, 1, 4)
         scores = q @ k.mT / math.sqrt(width // self.heads)
-        # No buffer: it would be a state of the loss, with a copy for each run.
-        future = torch.ones(places, places, dtype=torch.bool, device=x.device).triu(1)
-        mixed: Tensor = scores.masked_fill(future, -math.inf).softmax(-1) @ v
+        if self.causal:
+            # No buffer: it would be a state of the loss, with a copy for each run.
+            future = torch.ones(places, places, dtype=torch.bool, device=x.device).triu(1)
+            scores = scores.masked_fill(future, -math.inf)
+        mixed: Tensor = scores.softmax(-1) @ v
         return mixed.transpose(1, 2).flatten(-2)
+
+
+def initialise(model: nn.Module, layers: int) -> None:
+    """Draws the weights of linear layers and embeddings as GPT-2's; biases are 0.
+
+    Args:
+        model: Model with some `Layer`s.
+        layers: Number of these.
+    """
+    for part in model.modules():
+        if isinstance(part, nn.Linear | nn.Embedding):
+            nn.init.normal_(part.weight, std=STD)
+        if isinstance(part, nn.Linear) and part.bias is not None:
+            nn.init.zeros_(part.bias)
+    for part in model.modules():
+        if isinstance(part, Layer):
+            for back in (part.out, part.down):
+                nn.init.normal_(back.weight, std=STD / math.sqrt(2 * layers))
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

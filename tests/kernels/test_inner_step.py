@@ -48,6 +48,10 @@ RULES = {
 }
 """Name → an optimiser of three rows in float64."""
 TASKS = ["convnet", "module with batch norm", "module with dropout", "transformer"]
+MORE_TASKS = [
+    *("convnet with layer norm", "vit", "autoencoder", "parametric-language", "matrix-factorisation", "rosenbrock"),
+    *("quadratic, ill-conditioned, under noise", "augmented scales of a convnet"),
+]
 
 
 def assert_agree(rule, task, steps):
@@ -73,7 +77,12 @@ def assert_agree(rule, task, steps):
 
 
 @pytest.mark.parametrize(
-    ("rule", "task"), [*((rule, "mlp") for rule in RULES), *(("normalised-muon", task) for task in TASKS)]
+    ("rule", "task"),
+    [
+        *((rule, "mlp") for rule in RULES),
+        *(("normalised-muon", task) for task in TASKS),
+        *(pytest.param("normalised-muon", task, marks=pytest.mark.slow) for task in MORE_TASKS),
+    ],
 )
 def test_a_recorded_step_is_the_eager_one(as_recorded, rule, task):
     assert_agree(RULES[rule](), OPTIMISEES[task](), 3)

@@ -120,8 +120,30 @@ def test_folders_that_do_not_fit_are_refused(folder, tmp_path):
         images.load(str(folder / "train"), test_share=0.0)
     with pytest.raises(UserError, match="did you mean 'cifar10'"):
         images.load("cifar-10")
-    with pytest.raises(UserError, match="size: expected none with mnist"):
-        images.load("mnist", size=3)
+    with pytest.raises(UserError, match="size: expected from 1 to 16 pixels, found 17"):
+        images.load("photographs", size=17)
+    with pytest.raises(UserError, match="size: expected none with digits"):
+        mlp(size=4)
+
+
+def test_images_of_a_set_are_scaled_by_their_means():
+    whole, half = images.load("photographs"), images.load("photographs", size=8)
+    wanted = whole.test_inputs[:50].double().unflatten(2, (8, 2)).unflatten(4, (8, 2)).mean((3, 5)).round()
+    assert torch.equal(half.test_inputs[:50].double(), wanted)
+    assert torch.equal(half.test_targets, whole.test_targets)
+    assert half.train_inputs.dtype == torch.uint8
+    assert half.train_inputs.shape[1:] == (3, 8, 8)
+
+
+def test_photographs_are_cut_apart_for_training_and_testing():
+    train, labels, test, test_labels = images.photographs()
+    assert [tuple(part.shape) for part in (train, test)] == [(6136, 3, 16, 16), (1976, 3, 16, 16)]
+    assert labels.bincount().tolist() == [3068] * 2
+    assert test_labels.bincount().tolist() == [988] * 2
+    # Neighbours overlap by half, along each row of 59 or 19 patches.
+    assert torch.equal(train[0, :, :, 8:], train[1, :, :, :8])
+    assert torch.equal(test[0, :, :, 8:], test[1, :, :, :8])
+    assert not (train[58, :, :, 8:] == test[0, :, :, :8]).all()
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,15 @@ def test_pure(make):
     laws.assert_pure(make)
 
 
+@pytest.mark.parametrize(
+    "make",
+    # Under dropout some tokens of a width of 4 are 0 whole, and there RMS norm has a kink.
+    [pytest.param(make, id=name) for name, make in OPTIMISEES.items() if "rms norm, tied, with dropout" not in name],
+)
+def test_loss_has_its_gradient(make):
+    laws.assert_loss_has_its_gradient(make())
+
+
 @each_optimisee
 def test_batch_is_a_function(make):
     laws.assert_batch_is_a_function(make)

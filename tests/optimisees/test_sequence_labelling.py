@@ -208,3 +208,19 @@ def test_sequences_of_one_length_are_not_padded():
     assert part.inputs.shape == (5, 5, 2)
     assert part.lengths.tolist() == [1, 2, 3, 4, 5]
     assert part.inputs[1:, 0].eq(0).all()
+
+
+def test_the_loss_can_be_evaluated_on_some_sequences_always_the_same():
+    def made(count):
+        return SequenceLabelling(few_labelled(), "gru", 1, 3, batch_size=3, evaluation_sequences=count)
+
+    (whole, positions), (batch, count) = (
+        next(made(n).evaluation_batches("train", seed)) for n, seed in ((8, 0), (3, 1))
+    )
+    assert len(batch["lengths"]) == 3
+    assert count == int(batch["lengths"].sum()) < positions == int(whole["lengths"].sum())
+    laws.assert_same(next(made(3).evaluation_batches("train", 7))[0], batch)
+    task = made(1)
+    assert len(task.label(task.init(0)[0], "train").true) == 8
+    with pytest.raises(UserError, match="evaluation_sequences"):
+        made(0)

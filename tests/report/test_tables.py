@@ -72,6 +72,12 @@ def test_html_is_one_table_with_everything_in_it():
     assert Reader(Table(("a",), (("1",),), title="<first>").html()).cells[0] == "<first>"
 
 
+def test_cells_that_stand_out_have_their_class():
+    text = Table(("a", "b"), (("x", "1"), ("y", "2"))).html({(1, 1): "bad", (0, 0): '"'})
+    assert '<th scope="row">y</th><td class="bad">2</td>' in text
+    assert '<th scope="row" class="&quot;">x</th><td>1</td>' in text
+
+
 texts = st.text(st.characters(exclude_characters="*\r", exclude_categories=("Cs", "Cc")), max_size=12)
 
 

@@ -1,0 +1,251 @@
+"""The result of a benchmark: tasks, runs and their losses, written to a JSON file and read again."""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from l2lopt.core.errors import UserError
+from l2lopt.storage.run_log import existing, write_text
+
+League: TypeAlias = Literal["untuned", "self-tuned", "tuned"]
+"""How the settings of a run were found. "untuned": one setting for all tasks. "self-tuned": the one rate that is best
+on the meta-training tasks, used on all others. "tuned": the best of `TaskRun.trials` rates tried on each task."""
+LEAGUES: tuple[League, ...] = ("untuned", "self-tuned", "tuned")
+"""The leagues, by rising effort."""
+TaskSplit: TypeAlias = Literal["meta-training", "validation", "held-out", "own"]
+"""What a task is for. "meta-training": seen by learned rules, and by the choice of self-tuned rates. "validation":
+seen by neither, but by the people who choose between rules. "held-out": seen by nobody. "own": a user's task."""
+Kind: TypeAlias = Literal["learned", "harness", "baseline"]
+"""What an optimiser is. "harness": the hand-designed rule around which the shipped learned rules are built."""
+LossSplit: TypeAlias = Literal["train", "test"]
+"""Samples on which a loss was measured."""
+
+_FORMAT = 1
+"""Version of the JSON format."""
+
+
+class TaskInfo(NamedTuple):
+    """A task of a benchmark.
+
+    Attributes:
+        name: Unique name.
+        family: Name of the family, whose tasks share data or architecture.
+        split: Purpose of the task.
+        steps: Budget of steps, the last step of every run.
+        parameters: Number of coordinates of the optimisee.
+        description: One line for readers.
+    """
+
+    name: str
+    family: str
+    split: TaskSplit
+    steps: int
+    parameters: int
+    description: str = ""
+
+
+@dataclass(frozen=True)
+class TaskRun:
+    """The runs of one optimiser on one task in one league, over all seeds.
+
+    Attributes:
+        task: Name of the task.
+        optimiser: Name of the optimiser, the same in all leagues and tasks.
+        kind: Kind of the optimiser.
+        league: League of the runs.
+        rates: Reported split → rate of the runs whose loss is reported; the two are equal where nothing was tuned.
+        trials: Number of settings from which the rate was chosen; 1 where nothing was tuned.
+        losses: Split → step → loss of each seed, [S]; NaN where a run has diverged. The last step is the budget.
+        first: Loss of each seed at step 0 in training mode, [S].
+        seconds: Time of one step of one seed, as the runs were made.
+        warnings: Remarks for readers, such as a best rate at the end of its grid.
+    """
+
+    task: str
+    optimiser: str
+    kind: Kind
+    league: League
+    rates: Mapping[LossSplit, float]
+    trials: int
+    losses: Mapping[LossSplit, Mapping[int, Tensor]]
+    first: Tensor
+    seconds: float
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class BenchmarkResult:
+    """All that a benchmark has found: the report is a function of it alone.
+
+    Attributes:
+        suite: Name of the suite.
+        seeds: Number of seeds of every run.
+        tasks: Tasks, in the order of the report.
+        runs: Runs, at most one for each task, optimiser and league.
+        target_optimiser: Name of the baseline whose tuned final loss is the target of a task.
+        step_seconds: Task → optimiser → time of one step, measured apart from the runs on a quiet machine; may be
+            empty.
+        environment: Facts for readers, such as the processor, the versions and the command, none of them a date.
+
+    Raises:
+        UserError: For a name that stands twice, a run of an unknown task, or losses of other seeds or steps.
+
+    Example:
+        >>> import torch
+        >>> task = TaskInfo("digits-mlp", "digits", "held-out", steps=10, parameters=2410)
+        >>> losses = {split: {10: torch.tensor([0.5, 0.7])} for split in ("train", "test")}
+        >>> run = TaskRun(task.name, "adamw", "baseline", "tuned", {"train": 1e-3, "test": 1e-3}, 9, losses,
+        ...               first=torch.tensor([2.3, 2.3]), seconds=1e-3)
+        >>> result = BenchmarkResult("mine", 2, (task,), (run,))
+        >>> BenchmarkResult.from_json(result.to_json()).runs[0].losses["test"][10].tolist()
+        [0.5, 0.699999988079071]
+    """
+
+    suite: str
+    seeds: int
+    tasks: tuple[TaskInfo, ...]
+    runs: tuple[TaskRun, ...]
+    target_optimiser: str = "adamw"
+    step_seconds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = [task.name for task in self.tasks]
+        budgets = {task.name: task.steps for task in self.tasks}
+        keys = [(run.task, run.optimiser, run.league) for run in self.runs]
+        for what, found in (("task", Counter(names)), ("run", Counter(keys))):
+            if twice := next((key for key, count in found.items() if count > 1), None):
+                raise _mistake(f"one {what} of each name", f"{twice} twice")
+        for run in self.runs:
+            if run.task not in names:
+                raise _mistake(f"runs of the tasks {', '.join(names)}", f"one of {run.task}")
+            where = f"{run.optimiser} on {run.task}"
+            if {split: max(steps, default=None) for split, steps in run.losses.items()} != dict.fromkeys(
+                ("train", "test"), budgets[run.task]
+            ):
+                raise _mistake(f"train and test losses up to step {budgets[run.task]}", f"others in {where}")
+            shapes = {tuple(row.shape) for steps in run.losses.values() for row in steps.values()}
+            if {*shapes, tuple(run.first.shape)} != {(self.seeds,)}:
+                raise _mistake(f"losses of {self.seeds} seeds", f"others in {where}")
+
+    def to_json(self) -> dict[str, Any]:
+        """The result in what JSON can say; a number that is not finite is None."""
+        return {
+            "format": _FORMAT,
+            "suite": self.suite,
+            "seeds": self.seeds,
+            "target_optimiser": self.target_optimiser,
+            "environment": dict(self.environment),
+            "step_seconds": {
+                task: {name: _or_none(seconds) for name, seconds in found.items()}
+                for task, found in self.step_seconds.items()
+            },
+            "tasks": [task._asdict() for task in self.tasks],
+            "runs": [_run_facts(run) for run in self.runs],
+        }
+
+    @classmethod
+    def from_json(cls, facts: Mapping[str, Any]) -> "BenchmarkResult":
+        """The result that `to_json` has given; losses are float64, which holds every float32 exactly.
+
+        Args:
+            facts: Result in what JSON can say; None in a list of losses is NaN.
+
+        Raises:
+            UserError: For facts that are no result of a benchmark.
+        """
+        try:
+            if facts["format"] != _FORMAT:
+                raise _mistake(f"format {_FORMAT}", f"{facts['format']}")
+            tasks = tuple(TaskInfo(**task) for task in facts["tasks"])
+            timed = {
+                task: {name: _or_nan(seconds) for name, seconds in found.items()}
+                for task, found in facts["step_seconds"].items()
+            }
+            rest = {name: facts[name] for name in ("suite", "seeds", "target_optimiser", "environment")}
+            return cls(tasks=tasks, runs=tuple(map(_run_of, facts["runs"])), step_seconds=timed, **rest)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise _mistake("the result of a benchmark", f"{type(error).__name__}: {error}") from None
+
+
+def write_result(path: Path, result: BenchmarkResult) -> None:
+    """Writes a result as JSON, by rename.
+
+    Args:
+        path: File to write.
+        result: Result.
+    """
+    # On one line: a line for each number, as `write_json` gives it, would treble the size of a large file.
+    write_text(path, json.dumps(result.to_json(), allow_nan=False) + "\n")
+
+
+def read_result(path: Path) -> BenchmarkResult:
+    """The result that `write_result` has written.
+
+    Args:
+        path: File to read.
+
+    Raises:
+        UserError: For a missing file, or one with anything else in it.
+    """
+    existing(path, "the result of a benchmark", "run l2lopt benchmark first")
+    try:
+        return BenchmarkResult.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except ValueError as error:
+        if isinstance(error, UserError):
+            raise
+        found, remedy = f"{error}", "run l2lopt benchmark again"
+        raise UserError(str(path), expected="the result of a benchmark", found=found, remedy=remedy) from None
+
+
+def _run_facts(run: TaskRun) -> dict[str, Any]:
+    losses = {split: {str(step): _row(row) for step, row in steps.items()} for split, steps in run.losses.items()}
+    return {
+        "task": run.task,
+        "optimiser": run.optimiser,
+        "kind": run.kind,
+        "league": run.league,
+        "rates": dict(run.rates),
+        "trials": run.trials,
+        "seconds": _or_none(run.seconds),
+        "warnings": list(run.warnings),
+        "first": _row(run.first),
+        "losses": losses,
+    }
+
+
+def _run_of(facts: Mapping[str, Any]) -> TaskRun:
+    losses: dict[Any, dict[int, Tensor]] = {
+        split: {int(step): _tensor(row) for step, row in steps.items()} for split, steps in facts["losses"].items()
+    }
+    rest = {name: facts[name] for name in ("task", "optimiser", "kind", "league", "rates", "trials")}
+    seconds, warnings = _or_nan(facts["seconds"]), tuple(facts["warnings"])
+    return TaskRun(losses=losses, first=_tensor(facts["first"]), seconds=seconds, warnings=warnings, **rest)
+
+
+def _row(losses: Tensor) -> list[float | None]:
+    return [_or_none(loss) for loss in losses.tolist()]
+
+
+def _tensor(row: Sequence[float | None]) -> Tensor:
+    return torch.tensor([_or_nan(loss) for loss in row], dtype=torch.float64)
+
+
+def _or_none(value: float) -> float | None:
+    """The value where JSON has a number for it."""
+    return value if math.isfinite(value) else None
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _mistake(expected: str, found: str) -> UserError:
+    return UserError("benchmark result", expected=expected, found=found, remedy="run l2lopt benchmark again")

@@ -1,0 +1,155 @@
+"""Benchmarks: many optimisers on many tasks, every run cached, one report."""
+
+import logging
+import shutil
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from l2lopt.core.errors import UserError
+from l2lopt.core.registry import Choice
+from l2lopt.core.types import Report, silent
+from l2lopt.evaluation import suites
+from l2lopt.evaluation.benchmark_board import write_board
+from l2lopt.evaluation.benchmark_report import write_report
+from l2lopt.evaluation.benchmark_result import BenchmarkResult
+from l2lopt.evaluation.suites import Catalogue, Competitor, Suite
+from l2lopt.experiments import benchmark_jobs
+from l2lopt.experiments import config as configs
+from l2lopt.experiments.benchmark_jobs import Plan, PlannedTask
+from l2lopt.optimisee import Optimisee
+from l2lopt.parallel import processes
+
+_log = logging.getLogger("l2lopt")
+OWN = "small"
+"""Suite whose competitors meet on a user's own tasks."""
+STEPS = 200
+"""Budget of a user's own task."""
+
+
+def benchmark(
+    suite: str | Path = "smoke",
+    folder: str | Path | None = None,
+    *,
+    tasks: Mapping[str, Optimisee | Choice] | None = None,
+    optimisers: Mapping[str, Competitor | Mapping[str, Any]] | None = None,
+    steps: int | None = None,
+    changes: Sequence[str] = (),
+    cache: str | Path | None = None,
+    jobs: int = 1,
+    report: Report = silent,
+) -> BenchmarkResult:
+    """Optimisers on a suite of tasks, or on your own, as one page to read.
+
+    Three leagues: untuned, one setting for all tasks; self-tuned, the one rate that is best on the suite's
+    meta-training tasks, used on all; tuned, the best of a grid on each task. All optimisers meet the same initial
+    values and batches; rates are chosen on held-out samples and on other seeds than those that are reported. See
+    `evaluation.benchmark` for the protocol, and `evaluation.scores` for the figures of merit.
+
+    Every run is cached by all that it depends on, so a benchmark that was stopped goes on, and others share its runs.
+
+    Args:
+        suite: Name of a shipped suite ("smoke": minutes, "small": an hour, "full": a night, on two cores), or the path
+            of a TOML file.
+        folder: Folder that gets the report; by default runs/benchmark-<name of the suite>.
+        tasks: Name → problem of your own, in place of the suite's tasks: an `Optimisee`, such as `make_optimisee`
+            gives, or the choice of one.
+        optimisers: Name → competitor, or its settings as a table, in place of the suite's.
+        steps: Budget of every task; by default the suite's, and 200 for tasks of your own.
+        changes: Changes to the suite, such as "seeds=3".
+        cache: Folder of the cached runs; by default `cache` beside the report's folder.
+        jobs: Number of processes that make runs at the same time; 1 for problems that were made in Python.
+        report: Progress.
+
+    Returns:
+        All losses and times, from which the report in `folder` is made, see `evaluation.benchmark_report`.
+
+    Raises:
+        UserError: For a mistake in the suite, and where none of its tasks or competitors can take part.
+
+    Example:
+        >>> import l2lopt
+        >>> result = l2lopt.benchmark("smoke", "runs/smoke", jobs=2)  # five minutes  # doctest: +SKIP
+    """
+    name, asked = load_suite(OWN if tasks is not None and suite == "smoke" else suite, changes)
+    if optimisers is not None:
+        asked = asked.model_copy(update={"competitors": [_competitor(*item) for item in optimisers.items()]})
+    asked = asked.model_copy(update={"competitors": _installed(asked.competitors)})
+    if tasks is None:
+        planned = _available(asked, suites.load_catalogue(configs.shipped("suites/tasks.toml")), steps)
+    else:
+        name, planned = "own", [PlannedTask(key, key, "own", steps or STEPS, task) for key, task in tasks.items()]
+    if jobs > 1 and any(isinstance(task.optimisee, Optimisee) for task in planned):
+        remedy = "drop jobs, or name a function that makes the problem, such as 'module:function'"
+        raise UserError("jobs", expected="1 for problems made in Python", found=str(jobs), remedy=remedy)
+    home = Path(folder or Path("runs") / f"benchmark-{name}")
+    plan = Plan(asked, tuple(planned), Path(cache or home.parent / "cache"))
+    with processes.together():
+        infos, runs, seconds = benchmark_jobs.make_runs(plan, jobs, report)
+        known = benchmark_jobs.environment()
+        result = BenchmarkResult(name, asked.seeds, tuple(infos), tuple(runs), step_seconds=seconds, environment=known)
+        processes.on_first(lambda: _write(result, home))
+    return result
+
+
+def load_suite(source: str | Path, changes: Sequence[str] = ()) -> tuple[str, Suite]:
+    """A suite and its name, from a TOML file or the name of a shipped one, with changes made to it.
+
+    Args:
+        source: Path, or the name of a shipped suite.
+        changes: Changes, such as "seeds=3".
+
+    Raises:
+        UserError: For a missing file, one that is not TOML, or a mistake in it.
+    """
+    path = configs.find(source, "suites", "a suite's file")
+    return path.stem, configs.load(path, changes, kind=Suite)
+
+
+def _write(result: BenchmarkResult, folder: Path) -> None:
+    """Writes the report, and the events of TensorBoard in place of an earlier report's."""
+    paths = write_report(result, folder)
+    shutil.rmtree(folder / "tensorboard", ignore_errors=True)
+    write_board(result, folder / "tensorboard", paths)
+
+
+def _competitor(name: str, given: Competitor | Mapping[str, Any]) -> Competitor:
+    made = given if isinstance(given, Competitor) else configs.load(given, kind=Competitor)
+    return made.model_copy(update={"label": name})
+
+
+def _installed(competitors: Sequence[Competitor]) -> list[Competitor]:
+    """The competitors whose packages are there; the others are named in the log."""
+    absent = {one.name: package for one in competitors if (package := _absent(one)) is not None}
+    if absent:
+        said = ", ".join(f"{name} (pip install {package})" for name, package in absent.items())
+        _log.warning("left out, as its package is not installed: %s", said)
+    left = [one for one in competitors if one.name not in absent]
+    if not left:
+        raise UserError("competitors", expected="at least one", found="none that is installed", remedy="install one")
+    return left
+
+
+def _absent(competitor: Competitor) -> str | None:
+    """The package of a competitor that is not installed."""
+    package = benchmark_jobs.package_of(competitor)
+    return package if package is not None and find_spec(package) is None else None
+
+
+def _available(suite: Suite, catalogue: Catalogue, steps: int | None) -> list[PlannedTask]:
+    """The tasks of a suite whose data are there; the others are named in the log."""
+    planned = []
+    absent: dict[str, list[str]] = {}
+    for name, task in suites.selected(suite.tasks, catalogue).items():
+        if task.needs and not suites.has_data(task):
+            absent.setdefault(task.needs, []).append(name)
+            continue
+        budget = steps or getattr(task, suite.budget)
+        split = catalogue.families[task.family]
+        planned.append(PlannedTask(name, task.family, split, budget, task.optimisee, task.description))
+    for data, names in absent.items():
+        _log.warning("left out, as the data %r are not under L2LOPT_DATA: %s", data, ", ".join(names))
+    if not planned:
+        raise UserError("tasks", expected="at least one whose data are there", found="none", remedy="set L2LOPT_DATA")
+    return planned

@@ -1,0 +1,187 @@
+"""Benchmarks from suite to report: what is cached, left out, refused."""
+
+import json
+import logging
+
+import pytest
+import torch
+
+import l2lopt
+import optimisees
+from l2lopt import cli
+from l2lopt.core.errors import UserError
+from l2lopt.evaluation import free_runs
+from l2lopt.evaluation.benchmark_result import read_result
+from l2lopt.experiments import benchmark as benchmarks
+from l2lopt.experiments import benchmark_jobs
+from l2lopt.storage.run_log import write_text
+
+CHANGES = [
+    'tasks=["digits-mlp-20-sigmoid", "quadratic-20-noisy"]',
+    "seeds=2",
+    "tuning_seeds=1",
+    """competitors=[
+        {optimiser="adamw", rates=[0.001, 0.01], schedule="cosine", untuned=0.001},
+        {optimiser="normalised-muon", rates=[0.03], untuned=0.03, leagues=["untuned"]},
+        {optimiser={weights="lstm"}, rates=[1.0], untuned=1.0, leagues=["untuned"]},
+    ]""".replace("\n", ""),
+]
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The groups of runs that are made from here on, as (stage, record)."""
+    groups, plain = [], free_runs.run_free
+
+    def counted(*args, **options):
+        groups.append(args[5] if len(args) > 5 else options.get("stage"))
+        return plain(*args, **options)
+
+    monkeypatch.setattr(free_runs, "run_free", counted)
+    return groups
+
+
+@pytest.fixture(autouse=True)
+def untimed(monkeypatch):
+    """No clock: a step takes a millisecond."""
+    monkeypatch.setattr(benchmark_jobs.protocol, "step_seconds", lambda *_: 1e-3)
+
+
+@pytest.fixture(autouse=True)
+def no_figures(monkeypatch):
+    """Figures have tests of their own."""
+
+    def write(result, folder):
+        write_text(folder / "benchmark.json", json.dumps(result.to_json()))
+        return [folder / "benchmark.json"]
+
+    monkeypatch.setattr(benchmarks, "write_report", write)
+    monkeypatch.setattr(benchmarks, "write_board", lambda *_: None)
+
+
+def test_a_benchmark_is_made_once(tmp_path, made):
+    first = l2lopt.benchmark("smoke", tmp_path / "one", changes=CHANGES, steps=8)
+    assert made
+    made.clear()
+    again = l2lopt.benchmark("smoke", tmp_path / "two", changes=CHANGES, steps=8)
+    assert not made
+    assert json.dumps(again.to_json()) == json.dumps(first.to_json())
+    assert {(run.optimiser, run.league) for run in first.runs} == {
+        ("adamw", "untuned"),
+        ("adamw", "self-tuned"),
+        ("adamw", "tuned"),
+        ("normalised-muon", "untuned"),
+        ("lstm", "untuned"),
+    }
+    assert [task.split for task in first.tasks] == ["meta-training", "held-out"]
+    assert read_result(tmp_path / "one" / "benchmark.json").runs[0].losses["test"][8].shape == (2,)
+
+
+def test_runs_are_shared_with_a_wider_benchmark(tmp_path, made):
+    l2lopt.benchmark("smoke", tmp_path / "one", changes=CHANGES, steps=8)
+    made.clear()
+    more = [change.replace('"quadratic-20-noisy"', '"quadratic-20-noisy", "rosenbrock-10"') for change in CHANGES]
+    l2lopt.benchmark("smoke", tmp_path / "two", changes=more, steps=8)
+    # Of the new task: AdamW untuned, its tuning, one run that is self-tuned and tuned; one run of each of the others.
+    assert len(made) == 5
+
+
+def test_a_stop_loses_one_group_of_runs(tmp_path, made, monkeypatch):
+    plain = free_runs.run_free
+
+    def stopped(*args, **options):
+        if len(made) == 4:
+            raise KeyboardInterrupt
+        return plain(*args, **options)
+
+    with monkeypatch.context() as context:
+        context.setattr(free_runs, "run_free", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            l2lopt.benchmark("smoke", tmp_path / "stopped", changes=CHANGES, steps=8)
+    l2lopt.benchmark("smoke", tmp_path / "stopped", changes=CHANGES, steps=8)
+    whole = len(made)
+    made.clear()
+    l2lopt.benchmark("smoke", tmp_path / "whole", changes=CHANGES, steps=8, cache=tmp_path / "elsewhere")
+    assert whole == len(made)
+
+
+def test_other_weights_are_other_runs(tmp_path, made):
+    rules = {"rule": {"optimiser": {"name": "coordinatewise", "seed": 0}, "rates": [1.0], "untuned": 1.0}}
+    task = {"quadratic": optimisees.make("quadratic", size=3)}
+    first = l2lopt.benchmark(tasks=task, optimisers=rules, folder=tmp_path / "one", steps=4)
+    rules["rule"]["optimiser"]["seed"] = 1
+    other = l2lopt.benchmark(tasks=task, optimisers=rules, folder=tmp_path / "two", steps=4)
+    one, two = (result.runs[0].losses["train"][4] for result in (first, other))
+    assert not torch.equal(one, two)
+
+
+def test_own_tasks_and_optimisers(tmp_path):
+    inputs = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
+    own = l2lopt.make_optimisee(
+        lambda: torch.nn.Linear(4, 2), torch.nn.functional.cross_entropy, (inputs, (inputs[:, 0] > 0).long())
+    )
+    result = l2lopt.benchmark(
+        tasks={"mine": own},
+        optimisers={"SGD": {"optimiser": "torch.optim:SGD", "rates": [0.1, 1.0], "untuned": 0.1}},
+        folder=tmp_path / "own",
+        steps=5,
+        changes=["seeds=2", "tuning_seeds=1"],
+    )
+    assert [(task.name, task.split, task.parameters) for task in result.tasks] == [("mine", "own", 10)]
+    assert [(run.optimiser, run.league) for run in result.runs] == [("SGD", "untuned"), ("SGD", "tuned")]
+    with pytest.raises(UserError, match="problems made in Python"):
+        l2lopt.benchmark(tasks={"mine": own}, folder=tmp_path / "own", jobs=2)
+
+
+def test_what_is_not_there_is_left_out_with_a_line(tmp_path, monkeypatch, caplog):
+    monkeypatch.delenv("L2LOPT_DATA", raising=False)
+    changes = [CHANGES[0].replace("digits-mlp-20-sigmoid", "mnist-mlp-50-relu"), *CHANGES[1:3]]
+    absent = '{optimiser="not_installed_here:Adam", rates=[0.1], untuned=0.1, leagues=["untuned"]}'
+    changes.append(f'competitors=[{{optimiser="adam", rates=[0.1], untuned=0.1, leagues=["untuned"]}}, {absent}]')
+    with caplog.at_level(logging.WARNING, "l2lopt"):
+        result = l2lopt.benchmark("smoke", tmp_path / "some", changes=changes, steps=3)
+    assert [task.name for task in result.tasks] == ["quadratic-20-noisy"]
+    assert {run.optimiser for run in result.runs} == {"adam"}
+    said = " ".join(caplog.messages)
+    assert "mnist-mlp-50-relu" in said
+    assert "pip install not_installed_here" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        (['tasks=["digits-mlp-2-sigmoid"]'], "digits-mlp-20-sigmoid"),
+        (["seeds=0"], "seeds"),
+        (["budgt='short'"], "budget"),
+        (['competitors=[{optimiser="adm", rates=[0.1]}]'], "adam"),
+        (['competitors=[{optimiser={weights="lsm"}, rates=[0.1]}]'], "lstm"),
+    ],
+)
+def test_mistakes_are_told_before_any_run(tmp_path, made, changes, word):
+    with pytest.raises(UserError, match=word):
+        l2lopt.benchmark("smoke", tmp_path / "run", changes=changes)
+    assert not made
+
+
+def test_the_command_line(tmp_path, monkeypatch, capsys):
+    arguments = ["benchmark", "--run", str(tmp_path / "run"), "--steps", "3"]
+    for change in CHANGES:
+        arguments += ["--set", change]
+    monkeypatch.setattr("sys.argv", ["l2lopt", *arguments])
+    cli.main()
+    assert "report.html" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["l2lopt", "benchmark", "no-such-suite"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert "smoke" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_several_processes_give_the_same(tmp_path):
+    one = l2lopt.benchmark("smoke", tmp_path / "one", changes=CHANGES, steps=8)
+    two = l2lopt.benchmark("smoke", tmp_path / "two", changes=CHANGES, steps=8, cache=tmp_path / "other", jobs=2)
+    for run, other in zip(one.runs, two.runs, strict=True):
+        assert run.rates == other.rates
+        for split in ("train", "test"):
+            assert all(torch.equal(run.losses[split][step], other.losses[split][step]) for step in run.losses[split])
