@@ -31,8 +31,9 @@ class Coordinatewise(Optimiser):
 
     With x_k the inputs of coordinate k, e = W_e x_k + b_e, (h, s') = cell(e, s), o = W_o h + b_o and the update from
     the rule. A coordinate whose gradient (or its square) is not finite gets the update 0, keeps its state and counts as
-    0 in a mean over its tensor; `state.shared["skipped"]` [*batch] counts such events. Per coordinate the state takes
-    the cell's numbers and the inputs' memory (42 for an LSTM of 20 and `rnnprop`'s means).
+    0 in a mean over its tensor; `state.shared["skipped"]` [*batch] counts such events. One whose gradient
+    stays 0 comes to rest, and does not move before it has had another (see `rules.activity`). Per coordinate the state
+    takes the cell's numbers and the inputs' memory (42 for an LSTM of 20 and `rnnprop`'s means).
 
     Args:
         inputs: name → input.
