@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from l2lopt.core.errors import above_0, at_least_0
+from l2lopt.core.errors import above_0, at_least_0, finite
 from l2lopt.core.layout import Layout, Params
 from l2lopt.optimisers.inputs import StepInputs
 
@@ -63,6 +63,7 @@ class Additive(UpdateRule):
 
     def __init__(self, step_size: float = 0.1) -> None:
         super().__init__()
+        finite("additive", step_size=step_size)
         self.step_size = step_size
 
     def forward(
@@ -145,6 +146,7 @@ class Gated(UpdateRule):
 
     def __init__(self, forget_bias: float = 10.0, input_bias: float = -4.0) -> None:
         super().__init__()
+        finite("gated", forget_bias=forget_bias, input_bias=input_bias)
         self.bias = nn.Parameter(torch.tensor([forget_bias, input_bias]))
         self.weight_params = nn.Parameter(torch.zeros(2))
         self.weight_gates = nn.Parameter(torch.zeros(2))

@@ -313,8 +313,8 @@ def backward(
         a_theta += tl.load(sources + now, mask=mask, other=0.0).to(tl.float32)
         acting = tl.where(finite, a_theta, 0.0)
         s0, s1, by_rule, d_gates, of_rule = rule_backward(
-            acting, finite, g, theta, activity(g, z, rows, S), (forgot, let_in), (first, second, third), d_gates, of_rule, rule,
-            tl.load(scale + t), statistics, t * each * count + tensor, mask, S, PULLED,
+            acting, finite, g, theta, activity(g, z, rows, S), (forgot, let_in), (first, second, third), d_gates,
+            of_rule, rule, tl.load(scale + t), statistics, t * each * count + tensor, mask, S, PULLED,
         )  # fmt: skip
         of_bias = (of_bias[0] + s0, of_bias[1] + s1)
         by_head0, by_head1 = tl.sum(s0[None, :] * h_after, axis=1), tl.sum(s1[None, :] * h_after, axis=1)
