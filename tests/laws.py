@@ -234,6 +234,32 @@ def assert_state_keeps_its_structure(optimiser: Any) -> None:
     assert [leaf.shape for leaf in pytree.tree_leaves(after)] == [leaf.shape for leaf in pytree.tree_leaves(state)]
 
 
+def assert_comes_to_rest(optimiser: Any, fades: bool = True) -> None:
+    """Without a gradient nothing moves: not before the first one, and less and less (if it `fades`) after the last.
+
+    A row of the matrix and the whole vector have none. θ stays 0, so that no decay is in the updates.
+    """
+    silent, params = [2, 3, 4, 5, 6], torch.zeros(7, dtype=torch.float64)
+    gradients = normal(300, 7)
+    gradients[3:, silent] = 0.0
+    start = optimiser.init(LAYOUT, like=params)
+
+    def updates(gradients: Tensor) -> Tensor:
+        state, found = start, []
+        with torch.no_grad():
+            for g in gradients:
+                update, state = optimiser.update(g, state, params, loss=loss_at(params))
+                found.append(update)
+        return torch.stack(found)
+
+    never = updates(gradients[:5].index_fill(-1, torch.tensor(silent), 0.0))
+    assert never[:, silent].eq(0).all()
+    assert never[:, :2].ne(0).all()
+    moved = updates(gradients)[:, silent].abs().amax(-1)
+    assert moved[:3].min() > 0
+    assert not fades or moved[-1] < 1e-3 * moved[:3].min()
+
+
 def assert_knows_its_end(optimiser: Any) -> None:
     """It steps otherwise towards another end where it says that it knows its end, and only there."""
     gradients, params = normal(4, 7), normal(7, seed=1)

@@ -257,14 +257,19 @@ def rnnprop(history, betas=(0.9, 0.99), eps=1e-8):
     return average(history, betas[0]) / scale, history[-1] / scale
 
 
-def additive(outputs, nominal, params, t, sizes, *, step_size=0.1):
-    return [step_size * o[0] for o in outputs]
+def activity(g, adam):
+    """The share of its update that a coordinate takes: 1 with a gradient, else min(1, 10 |m̂| / (√v̂ + ε))."""
+    return 1.0 if g else min(1.0, 10 * abs(adam))
+
+
+def additive(outputs, nominal, params, t, sizes, *, step_size=0.1, shares=None):
+    return [step_size * a * o[0] for o, a in zip(outputs, shares or [1.0] * len(outputs), strict=True)]
 
 
 def direction_and_magnitude(
-    outputs, nominal, params, t, sizes, *, step_size=0.01, horizon=50.0, weight_decay=0.1, log_scale=0.0
+    outputs, nominal, params, t, sizes, *, step_size=0.01, horizon=50.0, weight_decay=0.1, log_scale=0.0, shares=None
 ):
-    """S_t·(d / RMS(d) − λ θ), t counted from 1."""
+    """S_t·(a d / RMS(d) − λ θ), t counted from 1."""
     direction = [(o[0] - m) * math.exp(o[1]) for o, m in zip(outputs, nominal, strict=True)]
     scale = step_size * math.exp(10 * log_scale) / (1 + (t - 1) / horizon)
     updates = []
@@ -272,6 +277,7 @@ def direction_and_magnitude(
         part = direction[len(updates) : len(updates) + size]
         rms = math.sqrt(sum(d * d for d in part) / size)
         updates += [d / rms for d in part]
+    updates = [a * d for a, d in zip(shares or [1.0] * len(updates), updates, strict=True)]
     return [scale * (d - weight_decay * theta) for d, theta in zip(updates, params, strict=True)]
 
 
@@ -303,7 +309,8 @@ def coordinatewise(phi, gradients, params, sizes, rule):
             h, states[k] = lstm(cell, affine(phi["embedding.bias"], (phi["embedding.weight"], x)), states[k])
             outputs.append(affine(phi["head.bias"], (phi["head.weight"], h)))
             nominal.append(means[0])
-        updates.append(rule(outputs, nominal, params, t, sizes))
+        shares = [activity(g, adam) for g, adam in zip(gradients[t - 1], nominal, strict=True)]
+        updates.append(rule(outputs, nominal, params, t, sizes, shares=shares))
         params = [theta + u for theta, u in zip(params, updates[-1], strict=True)]
     return updates
 

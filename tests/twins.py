@@ -32,9 +32,17 @@ def split(size):
 
 def problem(size, batch=(), dtype=torch.float64, steps=5):
     """Layout, gradients over many scales [steps, *batch, n], θ and losses."""
-    gradients = normal(steps, *batch, size) * 10 ** (-3 * normal(size, seed=1).abs())
+    gradients = silenced(normal(steps, *batch, size) * 10 ** (-3 * normal(size, seed=1).abs()))
     others = normal(*batch, size, seed=2), normal(steps, *batch, seed=3).abs()
     return split(size), gradients.to(dtype), *(other.to(dtype) for other in others)
+
+
+def silenced(gradients):
+    """Gradients [T, ..., n], 0 from the start or from a step on for some coordinates, and now and then for others."""
+    for first, every in ((0, 7), (1, 5), (2, 3)):
+        gradients[first:, ..., first + 1 :: every] = 0.0
+    gradients[1::2, ..., 4::7] = 0.0
+    return gradients
 
 
 def rolled(update, state, gradients, params, losses):
@@ -68,7 +76,7 @@ def window(optimiser, length=5, batch=(), size=7, bad=True, dtype=torch.float64)
     part, recorder, meetings = layout.select(kept), Recorder(layout.exchange), []
     optimiser.to(dtype)
     params, total = normal(*batch, layout.size, seed=1).to(dtype), length + 2
-    grads = normal(total, *batch, layout.size, seed=2) * torch.logspace(-8, 1, layout.size)
+    grads = silenced(normal(total, *batch, layout.size, seed=2) * torch.logspace(-8, 1, layout.size))
     if bad:
         for t, value in zip((2, 3, 5, 6), BAD, strict=True):
             grads[t : t + 1, ..., t % 3 :: 3] = value

@@ -1,5 +1,6 @@
 """The one exception for user mistakes: what was expected, what came, what to do."""
 
+import math
 from collections.abc import Iterable
 from difflib import get_close_matches
 from functools import partial
@@ -32,17 +33,28 @@ class UserError(ValueError):
 
 
 def at_least_0(where: str, **values: float) -> None:
-    """Refuses values below 0 (and NaN), each under its own name."""
+    """Refuses values below 0, infinity and NaN, each under its own name."""
     for name, value in values.items():
         if not value >= 0:
             raise UserError(f"{where}: {name}", expected="at least 0", found=str(value), remedy="change the value")
+    finite(where, **values)
 
 
 def above_0(where: str, **values: float) -> None:
-    """Refuses values that are not above 0, each under its own name."""
+    """Refuses values that are not above 0, infinity and NaN, each under its own name."""
     for name, value in values.items():
         if not value > 0:
             raise UserError(f"{where}: {name}", expected="above 0", found=str(value), remedy="change the value")
+    finite(where, **values)
+
+
+def finite(where: str, **values: float) -> None:
+    """Refuses infinities and NaN, each under its own name."""
+    for name, value in values.items():
+        # Not `math.isfinite`, which fails on whole numbers that no float can hold.
+        if not abs(value) < math.inf:
+            remedy = "change the value"
+            raise UserError(f"{where}: {name}", expected="a finite number", found=str(value), remedy=remedy)
 
 
 def did_you_mean(name: str, known: Iterable[str], older: Iterable[str] = ()) -> str:

@@ -26,6 +26,10 @@ class Optimiser(nn.Module, ABC):
     counts as 0 in means; `state.shared["skipped"]` [*batch] counts such events, `state.shared["step"]` the updates.
     Everything in `shared` is a tensor, and the same for all coordinates.
 
+    A coordinate whose gradient has always been 0 gets no update but the weight decay, and one whose gradient stays 0
+    comes to rest: see `rules.activity` for learned rules. A direction that is a function of whole matrices may move
+    single coordinates of rows and columns with a gradient, and a direction of signs (Lion's) has no size to fade.
+
     Example:
         >>> import torch
         >>> from l2lopt import optimisers

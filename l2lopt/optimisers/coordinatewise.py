@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from l2lopt import cells
 from l2lopt.cells.cell import Cell, affine
 from l2lopt.core import registry
-from l2lopt.core.errors import UserError
+from l2lopt.core.errors import UserError, finite
 from l2lopt.core.layout import Layout, Params
 from l2lopt.core.registry import Choice
 from l2lopt.core.seeding import seeded
@@ -31,8 +31,9 @@ class Coordinatewise(Optimiser):
 
     With x_k the inputs of coordinate k, e = W_e x_k + b_e, (h, s') = cell(e, s), o = W_o h + b_o and the update from
     the rule. A coordinate whose gradient (or its square) is not finite gets the update 0, keeps its state and counts as
-    0 in a mean over its tensor; `state.shared["skipped"]` [*batch] counts such events. Per coordinate the state takes
-    the cell's numbers and the inputs' memory (42 for an LSTM of 20 and `rnnprop`'s means).
+    0 in a mean over its tensor; `state.shared["skipped"]` [*batch] counts such events. One whose gradient
+    stays 0 comes to rest, and does not move before it has had another (see `rules.activity`). Per coordinate the state
+    takes the cell's numbers and the inputs' memory (42 for an LSTM of 20 and `rnnprop`'s means).
 
     Args:
         inputs: name → input.
@@ -43,6 +44,7 @@ class Coordinatewise(Optimiser):
 
     def __init__(self, inputs: Mapping[str, Input], cell: Cell, rule: UpdateRule, head_scale: float = 0.1) -> None:
         super().__init__()
+        finite("coordinatewise", head_scale=head_scale)
         missing = [name for name in rule.needs if name not in inputs]
         if missing:
             found = ", ".join(inputs) or "none"
@@ -77,10 +79,10 @@ class Coordinatewise(Optimiser):
         self, grads: Tensor, state: OptimiserState, params: Tensor, *, loss: Tensor | None = None
     ) -> tuple[Tensor, OptimiserState]:
         """One step of the network for every coordinate; about 60 small tensor operations whatever n is."""
-        finite = grads.square().isfinite()  # the inputs square it
+        good = grads.square().isfinite()  # the inputs square it
         step = state.shared["step"] + 1
         # `where` and not a product with the mask: 0 · ∞ is NaN.
-        step_inputs = StepInputs(grads.where(finite, 0.0), params, step, loss, state.layout, finite)
+        step_inputs = StepInputs(grads.where(good, 0.0), params, step, loss, state.layout, good)
         features: dict[str, Tensor] = {}
         coordinates: dict[str, Tensor] = {}
         for name, item in self._inputs().items():
@@ -93,9 +95,9 @@ class Coordinatewise(Optimiser):
         update, memory = self.rule(outputs, features, step_inputs, _part(state.coordinates, "rule"))
         coordinates |= {f"rule.{key}": value for key, value in memory.items()}
         # In the state's own order, which is what a checkpoint's places go by.
-        kept = {key: torch.where(finite, coordinates[key], value) for key, value in state.coordinates.items()}
-        shared = {"step": step, "skipped": state.shared["skipped"] + (~finite).sum(-1)}
-        return update.where(finite, 0.0), OptimiserState(state.layout, kept, {}, shared)
+        kept = {key: torch.where(good, coordinates[key], value) for key, value in state.coordinates.items()}
+        shared = {"step": step, "skipped": state.shared["skipped"] + (~good).sum(-1)}
+        return update.where(good, 0.0), OptimiserState(state.layout, kept, {}, shared)
 
     def _inputs(self) -> dict[str, Input]:
         return dict(self.inputs.items())  # type: ignore[arg-type]  # a ModuleDict forgets what its modules are

@@ -137,6 +137,9 @@ class Parameter(Input):
 class Loss(Input):
     """The loss, the same for all coordinates of a row, on the scale of `LogAndSign` (Ravi and Larochelle 2017).
 
+    A loss that is not finite counts as 1: as a feature it would make every parameter of the row NaN, whatever the
+    gradients are.
+
     Args:
         p: The smallest loss told apart is e⁻ᵖ; p > 0.
     """
@@ -153,7 +156,8 @@ class Loss(Input):
         if step_inputs.loss is None:
             remedy = "pass loss= to update"
             raise UserError("input 'loss'", expected="the loss of this step", found="none", remedy=remedy)
-        return log_and_sign(step_inputs.loss[..., None].expand_as(step_inputs.grads), self.p), memory
+        loss = step_inputs.loss.where(step_inputs.loss.isfinite(), 1.0)
+        return log_and_sign(loss[..., None].expand_as(step_inputs.grads), self.p), memory
 
 
 class Momenta(Input):

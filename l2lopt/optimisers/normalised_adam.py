@@ -11,15 +11,16 @@ from l2lopt.core.types import OptimiserState
 from l2lopt.optimisers.base import Optimiser, no_moments
 from l2lopt.optimisers.inputs import RNNprop, StepInputs
 from l2lopt.optimisers.rates import Rate, check_rate, per_row
-from l2lopt.optimisers.rules import root_mean_square
+from l2lopt.optimisers.rules import activity, root_mean_square
 
 
 class NormalisedAdam(Optimiser):
     """The control of `rules.DirectionAndMagnitude`, which it equals where a network's outputs are 0.
 
     d = −m̂ / (√v̂ + ε) with m̂, v̂ as in `inputs.RNNprop`;
-    u = η_t·(r·d / RMS(d) − λ θ), the root mean square taken over each tensor's coordinates, r = 1/√fan-in
-    (`Layout.fan_ins`) and η_t = η / (1 + t / horizon) with t = 0 at the first update.
+    u = η_t·(a·r·d / RMS(d) − λ θ), the root mean square taken over each tensor's coordinates, r = 1/√fan-in
+    (`Layout.fan_ins`), η_t = η / (1 + t / horizon) with t = 0 at the first update, and a of `rules.activity`: 1 but for
+    coordinates whose gradient is 0, which come to rest.
 
     Args:
         lr: η > 0, relative to the usual size of initial weights.
@@ -56,14 +57,14 @@ class NormalisedAdam(Optimiser):
     def update(
         self, grads: Tensor, state: OptimiserState, params: Tensor, *, loss: Tensor | None = None
     ) -> tuple[Tensor, OptimiserState]:
-        """η_t·(r·d / RMS(d) − λ θ)."""
+        """η_t·(a·r·d / RMS(d) − λ θ)."""
         step = state.shared["step"] + 1
-        (mean, _), memory = self.direction(
+        seen, memory = self.direction(
             # All count as finite: only learned rules leave coordinates out, and here a divergence is to be seen.
             StepInputs(grads, params, step, loss, state.layout, torch.ones_like(grads, dtype=torch.bool)),
             state.coordinates,
         )
         rate = per_row(self.lr, grads) / (1 + (step - 1).to(grads.dtype) / self.horizon)
-        scale = root_mean_square(mean, state.layout, self.by_fan_in)
-        update = -rate * (mean / state.layout.tensors.spread(scale) + self.weight_decay * params)
+        scale = state.layout.tensors.spread(root_mean_square(seen[0], state.layout, self.by_fan_in))
+        update = -rate * (seen[0] / scale * activity(grads, {"rnnprop": seen}) + self.weight_decay * params)
         return update, OptimiserState(state.layout, memory, {}, {"step": step})

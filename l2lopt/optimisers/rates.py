@@ -16,7 +16,8 @@ def per_row(rate: Rate, grads: Tensor) -> Rate:
 
 
 def check_rate(rate: Rate) -> Rate:
-    """A rate, or all rates, above 0."""
-    if not bool(torch.as_tensor(rate).gt(0).all()):
+    """A rate, or all rates, above 0 and finite."""
+    rates = torch.as_tensor(rate)
+    if not bool((rates.gt(0) & rates.isfinite()).all()):
         raise UserError("lr", expected="a rate above 0", found=str(rate), remedy="give a positive rate")
     return rate

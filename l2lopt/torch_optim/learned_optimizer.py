@@ -19,7 +19,7 @@ from l2lopt.optimisers import Optimiser
 from l2lopt.torch_optim import sharding
 from l2lopt.torch_optim.differentiable import Differentiable, higher
 from l2lopt.torch_optim.flat_vectors import FlatVector, compute_dtype
-from l2lopt.torch_optim.options import check_gradients, check_options, steps_of
+from l2lopt.torch_optim.options import check_gradients, check_options, refuse_torchs, steps_of, warn_of_small_factors
 from l2lopt.torch_optim.parameter_groups import each_of, parameter_groups, roles_of
 from l2lopt.torch_optim.partition import vectors_of
 from l2lopt.torch_optim.state_check import check_rules, check_shapes
@@ -30,7 +30,7 @@ Weights: TypeAlias = str | Path | Mapping[str, Any] | Optimiser
 """A rule: a name in `list_weights()`, a file written by `l2lopt meta-train`, a choice such as
 {"name": "adam", "lr": 0.001}, or an optimiser."""
 DIVERGED = 10.0
-"""A loss above this many times the first one counts as diverged."""
+"""A loss above this many times the first one counts as diverged; see `has_diverged`."""
 
 
 class LearnedOptimizer(torch.optim.Optimizer):
@@ -64,7 +64,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
     Beside the state, a step takes 16 bytes per parameter; 4 of them remain allocated, on the CPU 12.
 
     *Fallback.* The fallback's state ("fallback.…" in `state[p]`) is updated at every step beside the rule's. Once an
-    update of the rule is not finite, or the loss is not finite or above `DIVERGED` times the first loss, all groups
+    update of the rule is not finite, or the loss is not finite or far above the first one (`has_diverged`), all groups
     with a fallback use its updates for good ("fallen_back" in the group), and a warning is logged. The check costs one
     GPU synchronisation per step.
 
@@ -82,13 +82,18 @@ class LearnedOptimizer(torch.optim.Optimizer):
         lr: Factor of update and decay, at least 0; schedulers change it.
         weight_decay: λ ≥ 0, decoupled: θ ← θ − lr·λ·θ.
         max_update: Largest size of a coordinate of u, before lr; None sets no bound.
-        fallback: Hand-designed rule by name (with lr 0.001), by choice, or as an optimiser. A group whose own rule is
-            hand-designed has no fallback unless it sets one.
+        fallback: Hand-designed rule by name (with lr 0.001), by choice, or as an optimiser. A group that sets a
+            hand-designed rule of its own has no fallback unless it sets one as well.
         state_dtype: Dtype of the rule's state per coordinate between steps: "float32" (float64 for float64 parameters),
             or "bfloat16", rounded at each step; running means with β above 0.996 may stop moving in it. A step then
             needs the float32 state of `blocks.BLOCK` coordinates at once, or of a whole tensor for a rule whose
             coordinates meet.
-        capturable: Refused; for the signature of torch's optimisers.
+        capturable: Refused where true, as the next four are: they are there for loops that hand them to every
+            optimiser.
+        maximize: Refused where true.
+        foreach: Refused where true.
+        fused: Refused where true.
+        differentiable: Refused where true.
         steps: Number of steps of the run, for rules that know their end; None where it is not known. A run that goes on
             with another number takes it, and the log says so.
         kind: Kind of the parameters: "matrix", "vector", "embedding" or "head", or a list with one for each; None tells
@@ -116,16 +121,23 @@ class LearnedOptimizer(torch.optim.Optimizer):
         kind: str | list[str] | None = None,
         split: int | list[int] | None = None,
         fan_in: int | list[int] | None = None,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        differentiable: bool = False,
     ) -> None:
         self._rules: dict[str, Optimiser] = {}
         options = {"lr": lr, "weight_decay": weight_decay, "max_update": max_update}
         rules = {"weights": self._rule_id(weights), "fallback": self._fallback_id(fallback)}
         progress = {"first_loss": None, "fallen_back": False}
-        torchs = {"capturable": capturable, "differentiable": False}  # torch.optim adds the second on loading
+        refuse_torchs({"maximize": maximize, "foreach": foreach, "fused": fused})
+        torchs = {"capturable": capturable, "differentiable": differentiable}  # torch.optim adds the second on loading
         about = {"state_dtype": state_dtype, "steps": steps, "kind": kind, "split": split, "fan_in": fan_in}
         self._clear_cache()
         given = parameter_groups(params) if isinstance(params, nn.Module) else params
         super().__init__(given, options | rules | progress | about | torchs)
+        warn_of_small_factors(self.param_groups, self._rules)
 
     @property
     def rules(self) -> Mapping[str, Optimiser]:
@@ -139,6 +151,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
         """Continues from a copy or a state dict; the state of other rules is refused before anything changes."""
         for group, saved in zip(self.__dict__.get("param_groups", []), state["param_groups"], strict=False):
             check_rules(group, saved, self._rules, state["state"])
+            check_options({**group, **saved})
             check_shapes(group, self._rules, state["state"])
             saved["steps"] = steps_of(group, saved)
             for name in ("kind", "split", "fan_in"):
@@ -159,7 +172,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
             group["weights"] = self._rule_id(group["weights"])
         if "fallback" in param_group:
             group["fallback"] = self._fallback_id(group["fallback"])
-        elif not self._rules[group["weights"]].phi():
+        elif "weights" in param_group and not self._rules[group["weights"]].phi():
             group["fallback"] = None
         check_options(group)
         super().add_param_group(group)
@@ -303,10 +316,9 @@ class LearnedOptimizer(torch.optim.Optimizer):
             if group["fallback"] is None or group["fallen_back"]:
                 continue
             value = float(loss)
-            if group["first_loss"] is None:
+            if not group["first_loss"]:  # none yet, or 0, which gives no scale
                 group["first_loss"] = value
-            # A first loss of 0 or below gives no scale: then only a loss that is not finite counts.
-            if not math.isfinite(value) or value > DIVERGED * group["first_loss"] > 0:
+            if has_diverged(value, group["first_loss"]):
                 self._fall_back(f"the loss is {value:.6g} and was {group['first_loss']:.6g} at first")
 
     def _fall_back(self, reason: str) -> None:
@@ -324,6 +336,14 @@ class LearnedOptimizer(torch.optim.Optimizer):
                 fast.fix()  # nobody else has this copy's φ
             self._fast[rule_id, dtype, device] = fast
         return self._fast[rule_id, dtype, device]
+
+
+def has_diverged(loss: float, first: float) -> bool:
+    """Whether a loss is not finite or has gone up by more than `DIVERGED` − 1 times the size of the first one.
+
+    Above 0 that is `DIVERGED` times the first loss; the log of a density may begin below 0.
+    """
+    return not math.isfinite(loss) or loss > (DIVERGED if first > 0 else 2 - DIVERGED) * first
 
 
 higher.register_optim(LearnedOptimizer, Differentiable)

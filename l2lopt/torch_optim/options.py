@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from l2lopt.core.errors import UserError, above_0, at_least_0, did_you_mean
+from l2lopt.optimisers import UNTUNED, Optimiser
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Dtypes of parameters and gradients."""
@@ -18,8 +19,12 @@ _REFUSED = {
     "capturable": "capture the model alone: the rules read the step count on the host",
     "maximize": "take the loss with its sign turned: learned rules go downhill",
     "differentiable": "use higher.innerloop_ctx",
+    "foreach": "leave it out: all parameters of a group step together as they are",
+    "fused": "leave it out: rules that have a fused form use it by themselves",
 }
-"""Options of `torch.optim`'s groups that would change what a step does → what to do instead."""
+"""Options of `torch.optim` that mean nothing here, and are accepted where they ask for nothing → what to do instead."""
+SMALL = 0.01
+"""Factor of the update below which it is probably a rate that was meant."""
 
 
 def check_options(group: Mapping[str, Any]) -> None:
@@ -45,9 +50,31 @@ def check_options(group: Mapping[str, Any]) -> None:
         if fan_in is not None and (not isinstance(fan_in, int) or isinstance(fan_in, bool) or fan_in < 1):
             expected, remedy = "a whole number above 0, or None", "give the number of inputs"
             raise UserError("LearnedOptimizer: fan_in", expected=expected, found=repr(fan_in), remedy=remedy)
+    refuse_torchs(group)
+
+
+def refuse_torchs(options: Mapping[str, Any]) -> None:
+    """Refuses options of `torch.optim` that would change what a step does, where they are set."""
     for name, remedy in _REFUSED.items():
-        if group.get(name):
-            raise UserError(f"LearnedOptimizer: {name}", expected="False", found="True", remedy=remedy)
+        if options.get(name):
+            found = str(options[name])
+            raise UserError(f"LearnedOptimizer: {name}", expected="False", found=found, remedy=remedy)
+
+
+def warn_of_small_factors(groups: Sequence[Mapping[str, Any]], rules: Mapping[str, Optimiser]) -> None:
+    """Logs one warning where `lr` looks like a rate: it multiplies the step of a rule that has a size of its own.
+
+    Args:
+        groups: Parameter groups.
+        rules: Rules by hash.
+    """
+    for group in groups:
+        rule = rules[group["weights"]]
+        sized = rule.phi() or (rule.description or {}).get("name") in UNTUNED
+        if sized and 0 < float(group["lr"]) < SMALL:
+            text = "lr=%g makes every step of the rule that much smaller: it is a factor, 1 by default, and not a rate"
+            logging.getLogger("l2lopt").warning(text, float(group["lr"]))
+            return
 
 
 def steps_of(group: Mapping[str, Any], saved: Mapping[str, Any]) -> int | None:

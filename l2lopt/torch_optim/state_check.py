@@ -1,5 +1,6 @@
 """Whether a saved state can belong to a group's rules and parameters; checked before anything is loaded."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,8 @@ from l2lopt.weights import files
 
 PREFIXES = {"weights": "", "fallback": "fallback."}
 """Rules of a group → first part of the names of their state in `state[p]`."""
+MAY_LACK = ("total_steps", "skipped")
+"""Shared tensors that a state may lack: an optimiser is told the first, and counts the second from 0 again."""
 OBSOLETE = ("statistic",)
 """Shared tensors that older releases stored and each step computes."""
 _REMEDY = "make the optimiser with the rules it was saved with, or begin without its state"
@@ -50,7 +53,10 @@ def check_rules(
 def check_shapes(
     group: Mapping[str, Any], rules: Mapping[str, Optimiser], state: Mapping[Tensor, Mapping[str, Any]]
 ) -> None:
-    """Refuses a state that lacks an array, or has one of another shape than the group's rules and parameters give it.
+    """Refuses a state that cannot be one of the group's rules and parameters.
+
+    Each array must be there, in the shape that they give it, and each tensor that all coordinates share, such as the
+    step count, as one finite number of at least 0.
 
     Args:
         group: Parameter group of the optimiser that loads.
@@ -60,7 +66,8 @@ def check_shapes(
     for key, prefix in PREFIXES.items():
         if group[key] is None:
             continue
-        arrays = list(arrays_of(_one_coordinate(rules[group[key]])))
+        initial = _one_coordinate(rules[group[key]])
+        arrays = list(arrays_of(initial))
         for name, param in zip(names_of(group), group["params"], strict=True):
             saved = state.get(param, {})
             found = {a.name: tuple(saved[prefix + a.name].shape) for a in arrays if prefix + a.name in saved}
@@ -68,6 +75,20 @@ def check_shapes(
                 expected = f"{', '.join(array.name for array in arrays)} [..., *{list(param.shape)}]"
                 remedy = "give it the state of this model"
                 raise UserError(f"load_state_dict: {name}", expected=expected, found=str(found), remedy=remedy)
+            own = _names_of_rule(saved, prefix)
+            for shared, value in initial.shared.items() if own else ():
+                if shared in own or shared not in MAY_LACK:
+                    _check_number(f"load_state_dict: {name}: {prefix}{shared}", own.get(shared), value)
+
+
+def _check_number(where: str, saved: Any, initial: Tensor) -> None:
+    """Refuses what cannot be a step count, or another number that all coordinates share and that was once `initial`."""
+    number = torch.as_tensor(math.nan if saved is None else saved).double()
+    right = number.dim() == 0 and 0 <= float(number) < math.inf
+    if not right or not (initial.is_floating_point() or float(number).is_integer()):
+        expected = f"one {'' if initial.is_floating_point() else 'whole '}number, at least 0"
+        found, remedy = "none" if saved is None else str(number.tolist()), "load a state that was saved whole"
+        raise UserError(where, expected=expected, found=found, remedy=remedy)
 
 
 def _check_names(

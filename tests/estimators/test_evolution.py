@@ -150,3 +150,25 @@ def test_a_call_without_state_is_refused():
     task = problem()
     with pytest.raises(UserError, match="pass what init gives"):
         EvolutionStrategies()(*task)
+
+
+def test_persistent_estimates_go_back_to_the_first_window():
+    """A meta-parameter that acts on the first of three windows alone, and a meta-loss of the last one alone.
+
+    The estimate of the third window is then ε₁ (ε₁ + ε₂ + ε₃) times the gradient over σ², and 0 in the mean for one
+    that has forgotten the first window's ε₁.
+    """
+
+    def update(phi, g, state, params, loss):
+        step = state.shared["step"]
+        rate = torch.where(step == 0, phi["log_rate"].exp(), 0.01)
+        return -rate * g, state._replace(shared={"step": step + 1})
+
+    task = problem("adam", "quadratic", "next batch", seeds=0, length=3)
+    steps = [*(step._replace(targets=()) for step in task.steps[:2]), task.steps[2]]
+    phi = {"log_rate": torch.tensor(-4.0, dtype=torch.float64)}
+    task = task._replace(update=update, phi=phi, steps=steps)
+    pairs, wanted = 100, exact(task)
+    mean, _ = sampled(estimators.make("pes", pairs=pairs, sigma=1e-3), task, 1, 2)
+    # Four standard errors: the variance of one pair is 4 times the square of the gradient.
+    assert abs(mean - wanted) < 4 * abs(wanted) * (4 / (2 * pairs)) ** 0.5

@@ -50,6 +50,15 @@ def test_knows_its_end(make):
     assert kernels.fuse(make()).knows_end == make().knows_end
 
 
+SIGNS = {"lion", "normalised-muon of sign"}
+"""Rules whose direction is the sign of a running mean, which has no size to fade with the mean."""
+
+
+@pytest.mark.parametrize("label", each(OPTIMISERS))
+def test_without_a_gradient_nothing_moves(label):
+    laws.assert_comes_to_rest(OPTIMISERS[label](), fades=label not in SIGNS)
+
+
 @each_optimiser
 @pytest.mark.parametrize(("like", "dtype"), [(None, torch.float32), (torch.zeros(1).double(), torch.float64)])
 def test_state_is_like(make, like, dtype):
@@ -77,6 +86,7 @@ def test_equals_a_loop_over_coordinates(rule, oracle):
     optimiser, gradients, params = learned(rule), normal(5, 7), normal(7, seed=1)
     gradients[:, 2] = 0.0
     gradients[2:, 4] *= 1e-6
+    gradients[1:, 5] = 0.0
     expected = oracles.coordinatewise(
         laws.as_lists(optimiser.phi()), gradients.tolist(), params.tolist(), laws.LAYOUT.sizes, oracle
     )

@@ -19,10 +19,11 @@ def test_equals_the_learned_rule_without_its_network(by_fan_in):
     control = NormalisedAdam(0.2, weight_decay=0.3, by_fan_in=by_fan_in)
     theta = ours = normal(15)
     state, own = learned.init(LAYOUT, like=theta), control.init(LAYOUT, like=theta)
-    for step in range(20):
-        grads = normal(15, seed=step + 1) + theta
-        change, state = learned.update(grads, state, theta)
-        same, own = control.update(normal(15, seed=step + 1) + ours, own, ours)
+    for step in range(40):
+        drawn, silent = normal(15, seed=step + 1), torch.zeros(15, dtype=torch.bool)
+        silent[3], silent[5], silent[12:] = True, step > 5, step > 2  # the last three are the whole bias
+        change, state = learned.update((drawn + theta).where(~silent, 0.0), state, theta)
+        same, own = control.update((drawn + ours).where(~silent, 0.0), own, ours)
         theta, ours = theta + change, ours + same
     laws.assert_close(ours, theta, 1e-12)
 

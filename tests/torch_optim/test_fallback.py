@@ -8,10 +8,11 @@ import laws
 import pytest
 import torch
 from descent import LSTM, descend, start
-from implementations import normal, seeded
+from implementations import normal, seeded, step_inputs
 
 from l2lopt import LearnedOptimizer, optimisers
 from l2lopt.core.layout import Layout
+from l2lopt.optimisers import inputs
 
 
 def guarded(params, rule, **options):
@@ -76,3 +77,57 @@ def test_the_fallback_survives_gradients_that_are_not_finite():
     optimizer.step(loss=math.nan)
     assert params["vector"].isfinite().all()
     assert optimizer.state[params["vector"]]["fallback.v"].isfinite().all()
+
+
+def test_a_hand_designed_rule_has_the_fallback_that_was_asked_for():
+    """Its update of a gradient that is not a number is none either; the fallback's is one."""
+    params = start()
+    optimizer = LearnedOptimizer(params.values(), {"name": "sgd", "lr": 0.1}, fallback="adam")
+    params["vector"].grad = torch.tensor([1.0, math.nan, math.inf, 1.0], dtype=torch.float64)
+    optimizer.step()
+    assert params["vector"].isfinite().all()
+    assert optimizer.param_groups[0]["fallen_back"]
+
+
+@pytest.mark.parametrize(
+    ("losses", "falls"),
+    [
+        ([-2.0, 15.9], False),  # 8 times the size of the first one: the rise is 9 times its size
+        ([-2.0, 16.1], True),
+        ([-2.0, -30.0], False),
+        ([0.0, 5.0], False),
+        ([0.0, 5.0, 49.0], False),
+        ([0.0, 5.0, 51.0], True),
+        ([0.0, -1.0, 8.1], True),
+    ],
+)
+def test_the_guard_has_a_scale_whatever_the_first_loss_is(losses, falls):
+    """That of a density's logarithm may be negative."""
+    params = start()
+    optimizer = guarded(params, LSTM())
+    for loss in losses:
+        assert not optimizer.param_groups[0]["fallen_back"]
+        optimizer.step(loss=loss)
+    assert optimizer.param_groups[0]["fallen_back"] == falls
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_rule_that_sees_the_loss_takes_one_that_is_not_finite_for_1(bad, dtype):
+    """Fused and by the reference alike."""
+    moved = []
+    for loss in (bad, 1.0):
+        params = start(dtype)
+        optimizer = LearnedOptimizer(params.values(), seeded(LSTM(inputs=["rnnprop", "loss"])))
+        for value in (2.0, loss, 2.0):
+            for param in params.values():
+                param.grad = torch.ones_like(param)
+            optimizer.step(loss=value)
+        moved.append({name: value.detach() for name, value in params.items()})
+        assert all(
+            value.isfinite().all() for value in optimizer.state[params["vector"]].values() if torch.is_tensor(value)
+        )
+    laws.assert_same(*moved)
+    rule = inputs.Loss()
+    seen = step_inputs(normal(3), normal(3), 1, torch.tensor([bad, 0.5], dtype=torch.float64)[0])
+    assert rule(seen, {})[0][:, 0].tolist() == [0.0, 1.0]

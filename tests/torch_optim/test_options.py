@@ -1,5 +1,8 @@
 """Options of `LearnedOptimizer`, for all parameters and for a group, and those that are refused."""
 
+import logging
+import math
+
 import laws
 import pytest
 import torch
@@ -104,6 +107,15 @@ def test_groups_have_rules_of_their_own(lr, tmp_path):
         ({"lr": torch.tensor([0.1, 0.1])}, r"LearnedOptimizer: lr: expected one number, found \[2\]"),
         ({"weight_decay": -1.0}, r"weight_decay: expected at least 0"),
         ({"max_update": 0.0}, r"max_update: expected above 0"),
+        ({"lr": math.inf}, r"LearnedOptimizer: lr: expected a finite number, found inf"),
+        ({"lr": torch.tensor(math.inf)}, r"LearnedOptimizer: lr: expected a finite number, found tensor\(inf\)"),
+        ({"weight_decay": math.inf}, r"weight_decay: expected a finite number, found inf"),
+        ({"weights": {"name": "sgd", "lr": math.inf}}, r"lr: expected a rate above 0, found inf"),
+        ({"weights": {"name": "lion", "lr": 0.1, "weight_decay": math.inf}}, r"weight_decay: expected a finite number"),
+        (
+            {"weights": {"name": "coordinatewise", "head_scale": math.nan}},
+            r"head_scale: expected a finite .* found nan",
+        ),
         ({"state_dtype": "float61"}, r"state_dtype: expected a known name, found 'float61'; did you mean"),
         ({"fallback": "adamm"}, r"optimiser: expected a known name, found 'adamm'; did you mean 'adam'"),
         ({"fallback": LSTM()}, r"fallback: expected a hand-made optimiser, found Coordinatewise"),
@@ -144,10 +156,47 @@ def test_a_bias_in_a_group_of_its_own_moves_as_beside_its_matrix():
     torch.testing.assert_close(apart, together)
 
 
-@pytest.mark.parametrize("key", ["maximize", "differentiable", "capturable"])
+@pytest.mark.parametrize("key", ["maximize", "differentiable", "capturable", "foreach", "fused"])
 def test_a_groups_option_that_would_change_a_step_is_refused(key):
-    with pytest.raises(UserError, match=f"LearnedOptimizer: {key}: expected False, found True"):
-        LearnedOptimizer([{"params": [nn.Parameter(torch.ones(1))], key: True}], {"name": "sgd", "lr": 0.1})
+    param, message = nn.Parameter(torch.ones(1)), f"LearnedOptimizer: {key}: expected False, found True"
+    with pytest.raises(UserError, match=message):
+        LearnedOptimizer([{"params": [param], key: True}], {"name": "sgd", "lr": 0.1})
+    with pytest.raises(UserError, match=message):
+        LearnedOptimizer([param], {"name": "sgd", "lr": 0.1}, **{key: True})
+
+
+def test_torchs_options_that_ask_for_nothing_are_accepted():
+    """As loops hand them to every optimiser."""
+    param = nn.Parameter(torch.ones(1))
+    nothing = {"maximize": False, "foreach": None, "fused": False, "differentiable": False, "capturable": False}
+    for optimizer in (
+        LearnedOptimizer([param], {"name": "sgd", "lr": 0.5}, **nothing),
+        LearnedOptimizer([{"params": [param], **nothing}], {"name": "sgd", "lr": 0.5}),
+    ):
+        param.grad = torch.ones(1)
+        optimizer.step()
+    assert param.item() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("weights", "lr", "count"),
+    [
+        ("lstm", 5e-5, 1),
+        ("normalised-muon", torch.tensor(1e-3), 1),
+        ("lstm", 0.01, 0),
+        ("lstm", 0.0, 0),
+        ({"name": "adam", "lr": 1.0}, 1e-3, 0),
+    ],
+)
+def test_a_factor_that_looks_like_a_rate_is_warned_of_once(weights, lr, count, caplog):
+    """Frameworks hand in 5e-5 by default. (A rate of 1 times a small factor is somebody's way to write a rate.)"""
+    groups = [{"params": [nn.Parameter(torch.ones(2))]}, {"params": [nn.Parameter(torch.ones(3))]}]
+    optimizer = LearnedOptimizer(groups, weights, lr=lr)
+    optimizer.param_groups[0]["lr"] = 1e-9  # as a schedule does
+    optimizer.step()
+    told = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(told) == count
+    assert all("it is a factor, 1 by default, and not a rate" in record.message for record in told)
 
 
 @pytest.mark.parametrize(

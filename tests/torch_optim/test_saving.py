@@ -1,5 +1,6 @@
 """Saved, copied and loaded optimisers go on to the bit; the state of another rule or model is refused."""
 
+import math
 import pickle
 import subprocess
 import sys
@@ -259,7 +260,7 @@ def test_a_new_process_goes_on_to_the_bit(dtypes, tmp_path):
     assert whole["model"]["1.weight"].isfinite().all()
 
 
-@pytest.mark.parametrize("fault", ["another shape", "transposed", "a part missing"])
+@pytest.mark.parametrize("fault", ["another shape", "transposed", "a part missing", "features missing"])
 def test_the_state_of_another_model_is_refused(fault):
     def stepped(*shape):
         param = nn.Parameter(torch.ones(*shape))
@@ -268,11 +269,53 @@ def test_the_state_of_another_model_is_refused(fault):
         optimizer.step()
         return optimizer
 
-    shape = {"another shape": (4, 3), "transposed": (5, 3), "a part missing": (3, 5)}[fault]
+    shape = {"another shape": (4, 3), "transposed": (5, 3)}.get(fault, (3, 5))
     saved, target = stepped(*shape).state_dict(), stepped(3, 5)
     if fault == "a part missing":
         del saved["state"][0]["cell.h"]
+    if fault == "features missing":
+        saved["state"][0]["cell.c"] = saved["state"][0]["cell.c"][0]
     before = deepcopy(target.state_dict())
     with pytest.raises(UserError, match=r"load_state_dict: p0: expected .*cell\.h, .* \[\.\.\., \*\[3, 5\]\]"):
         target.load_state_dict(saved)
     laws.assert_same(target.state_dict()["state"], before["state"])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "found"),
+    [
+        ("step", None, "none"),
+        ("step", torch.tensor(-5), "-5.0"),
+        ("step", math.nan, "nan"),
+        ("step", 2.5, "2.5"),
+        ("step", torch.tensor([3, 3]), r"\[3.0, 3.0\]"),
+        ("skipped", -1, "-1.0"),
+        ("fallback.step", None, "none"),
+        ("fallback.step", torch.tensor(-1), "-1.0"),
+    ],
+)
+def test_a_state_without_a_step_count_is_refused(key, value, found):
+    """It would begin at 0 again, or fail at the next step."""
+    params = start()
+    optimizer = LearnedOptimizer(params.values(), LSTM(), fallback="adam")
+    descend(params, optimizer, range(3))
+    saved, before = deepcopy(optimizer.state_dict()), deepcopy(optimizer.state_dict())
+    saved["state"][1][key] = value
+    if value is None:
+        del saved["state"][1][key]
+    message = rf"load_state_dict: p1: {key}: expected one whole number, at least 0, found {found}; load"
+    with pytest.raises(UserError, match=message):
+        optimizer.load_state_dict(saved)
+    laws.assert_same(optimizer.state_dict(), before)
+
+
+@pytest.mark.parametrize(("key", "value"), [("lr", math.inf), ("weight_decay", -1.0), ("foreach", True), ("steps", 0)])
+def test_a_saved_option_out_of_its_range_is_refused(key, value):
+    params = start()
+    optimizer = LearnedOptimizer(params.values(), LSTM())
+    descend(params, optimizer, range(3))
+    saved, before = deepcopy(optimizer.state_dict()), deepcopy(optimizer.state_dict())
+    saved["param_groups"][0][key] = value
+    with pytest.raises(UserError, match=rf"LearnedOptimizer: {key}: expected .*, found {value}"):
+        optimizer.load_state_dict(saved)
+    laws.assert_same(optimizer.state_dict(), before)

@@ -20,6 +20,7 @@ from l2lopt.kernels.folding import Folded, gradient_through, refusal
 from l2lopt.optimisers.base import Optimiser
 from l2lopt.optimisers.coordinatewise import Coordinatewise
 from l2lopt.optimisers.inputs import INPUTS, Input, Parameter, StepInputs
+from l2lopt.optimisers.rules import activity
 
 
 def refusal_to_replay(optimiser: Optimiser) -> str | None:
@@ -37,7 +38,8 @@ def refusal_to_replay(optimiser: Optimiser) -> str | None:
     if type(optimiser.rule) not in KERNELS:
         known = ", ".join(rule.__name__ for rule in KERNELS)
         return f"the rule is none of {known}: {type(optimiser.rule).__name__}"
-    if any(isinstance(optimiser.inputs[name], Parameter) for name in optimiser.rule.needs):
+    # Its size is what lets a coordinate without a gradient move, whether the rule asks for it or not.
+    if isinstance(_inputs(optimiser).get("rnnprop"), Parameter):
         return "what the rule takes from its inputs is θ itself"
     return None
 
@@ -151,7 +153,7 @@ def _update(t: int, trace: Trace, rule: RuleKernel, normaliser: Normaliser | Non
     for name, value in memory.items():
         trace.restore(t, before[name], value)
     if normaliser is None:
-        return update
+        return trace.active(t, update)
     assert isinstance(rule, DirectionAndMagnitude)
     return rule.finish(torch.mul(update, normaliser.factors[t], out=after), theta, rule.scale(trace.numbers[t]))
 
@@ -211,6 +213,7 @@ def _normaliser(
 
     # Divided in float64 and rounded once, as in the step, so that the replay has the step's factors.
     factors = each(scales.view(-1, *(1,) * (value.dim() - 1)) / value.double())
+    factors = tuple(trace.active(t, factor) for t, factor in enumerate(factors))
     if adjoint is None or weight is None:
         return Normaliser(factors, None, None)
     return Normaliser(factors, each(adjoint / value), each(weight / value.square()))
@@ -246,10 +249,25 @@ def _trace(optimiser: Coordinatewise, window: Window, space: Workspace) -> tuple
         else:
             _look(name, item, grads, finite, window, torch.tensor(steps), features[name])
         at += item.size
-    flat = grads.reshape(T, P).unbind()
+    flat = grads.reshape(T, P)
+    silent = (flat == 0).any(1).tolist() if KERNELS[type(optimiser.rule)].rests else [False] * T
+    activities = [
+        activity(flat[t], {name: value[t] for name, value in features.items()}) if silent[t] else None for t in range(T)
+    ]
     output_rows, adjoint_rows = ([step.unbind() for step in each] for each in (outputs, adjoints))
     trace = Trace(
-        z.unbind(), hidden, features, params, flat, masks, steps, outputs, output_rows, adjoints, adjoint_rows
+        z.unbind(),
+        hidden,
+        features,
+        params,
+        flat.unbind(),
+        masks,
+        activities,
+        steps,
+        outputs,
+        output_rows,
+        adjoints,
+        adjoint_rows,
     )
     return trace, of_theta
 

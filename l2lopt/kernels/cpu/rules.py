@@ -27,7 +27,7 @@ class Normaliser(NamedTuple):
     κ = c² R (adjoint − weight · p) and p = −S_t a d / R, see `types.Replay`; c² is the fan-in or 1.
 
     Attributes:
-        factors: S_t / R.
+        factors: S_t / R, times the activity.
         adjoints: c² adjoint / R, or None where R is a constant.
         weights: c² weight / R², or None where R is a constant.
     """
@@ -51,9 +51,11 @@ class RuleKernel(ABC):
 
     Attributes:
         factor: The head's weights and bias are multiplied by it.
+        rests: Whether updates are multiplied by `rules.activity`; `forward` leaves that to its callers.
     """
 
     factor: float = 1.0
+    rests: bool = True
 
     def __init__(self, rule: Any, folded: Folded, phi: Params, nominal: float = 1.0) -> None:
         self.rule, self.nominal = rule, nominal
@@ -112,8 +114,8 @@ class Additive(RuleKernel):
         return outputs[0]
 
     def backward(self, t: int, a: Tensor, normaliser: Normaliser | None) -> Tensor | None:
-        """The update's own."""
-        self.trace.adjoint_rows[t][0].copy_(a)
+        """The update's own, times the activity."""
+        self.trace.adjoint_rows[t][0].copy_(self.trace.active(t, a))
         return None
 
 
@@ -125,8 +127,9 @@ class Bounded(RuleKernel):
         return torch.mul(outputs[0].tanh_(), self.rule.step_size, out=block.update)
 
     def backward(self, t: int, a: Tensor, normaliser: Normaliser | None) -> Tensor | None:
-        """s·a·(1 − tanh² o)."""
-        tanh_backward(a * self.rule.step_size, self.trace.output_rows[t][0], grad_input=self.trace.adjoint_rows[t][0])
+        """s·a·(1 − tanh² o), times the activity."""
+        a = self.trace.active(t, a) * self.rule.step_size
+        tanh_backward(a, self.trace.output_rows[t][0], grad_input=self.trace.adjoint_rows[t][0])
         return None
 
 
@@ -136,6 +139,8 @@ class Gated(RuleKernel):
     The large biases come last, as in the reference: one rounding is theirs. 1 − f is computed as σ of the negative, for
     f is near 1, and takes the place of the first output.
     """
+
+    rests = False
 
     def __init__(self, rule: rules.Gated, folded: Folded, phi: Params, nominal: float = 1.0) -> None:
         super().__init__(rule, folded, phi, nominal)
@@ -196,7 +201,7 @@ class Gated(RuleKernel):
 
 
 class DirectionAndMagnitude(RuleKernel):
-    """u = S_t (d / R − λθ), d = (o₀ − m̂/√v̂) exp o₁, with R the statistic of d over each tensor.
+    """u = S_t (a d / R − λθ), d = (o₀ − m̂/√v̂) exp o₁, with R the statistic of d over each tensor.
 
     R takes all coordinates of a tensor. So `forward` ends with d, in two or three operations, and `finish` follows once
     R is known. In a replay d and exp o₁ take the places of o₀ and o₁.

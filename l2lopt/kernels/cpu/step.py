@@ -21,6 +21,7 @@ from l2lopt.kernels.folding import Folded
 from l2lopt.kernels.fused import FusedOptimiser
 from l2lopt.optimisers import Coordinatewise, Optimiser
 from l2lopt.optimisers.inputs import StepInputs
+from l2lopt.optimisers.rules import LEAST
 from l2lopt.parallel.threads import one_each, share_out
 
 KINDS = [{(torch.float32, "cpu")}, {(torch.float64, "cpu")}]
@@ -118,6 +119,8 @@ class CPU(FusedOptimiser):
                 if bad is not None:
                     block.update[bad] = 0
                 squares = statistic.squares(block.start, block.update) if statistic else []
+                # After it: coordinates at rest count in the statistic.
+                step.rest(buffers, block)
                 results.append((None if bad is None else bad + block.start, squares))
             idle.append(buffers)
             return results
@@ -191,6 +194,18 @@ class BlockStep(NamedTuple):
         for key, value in kept.items():
             block.after[key][..., bad] = value
         return bad
+
+    def rest(self, buffers: "StepBuffers", block: Block) -> None:
+        """Multiplies the update by `rules.activity`, after `run` on the same buffers."""
+        if not self.rule.rests or int(torch.count_nonzero(block.grads)) == block.grads.shape[0]:
+            return
+        # In the places of the outputs and of the features, which have been used.
+        active = torch.ne(block.grads, 0, out=buffers.output_rows[0])
+        if "rnnprop" in self.inputs:
+            adam = buffers.features[[*self.inputs].index("rnnprop")][0]
+            adam.abs_().mul_(self.inputs["rnnprop"].scale[0] / LEAST).clamp_(max=1)
+            torch.maximum(active, adam, out=active)
+        block.update.mul_(active)
 
     def _compute(self, buffers: "StepBuffers", block: Block) -> None:
         rows = dict(zip(self.inputs, buffers.features, strict=True))

@@ -21,6 +21,7 @@ class Trace(NamedTuple):
         params: θ [P] before each step and after the last.
         grads: Gradients [P], 0 where they are not finite.
         finite: A mask [P] for each step that skips some coordinates, None for the others.
+        activities: `rules.activity` [P] of each step, None for steps at which it is 1 throughout.
         numbers: The steps' numbers, from 1 at an optimiser's first update.
         outputs: The network's outputs, [outputs, P].
         output_rows: The rows [P] of each of `outputs`.
@@ -34,6 +35,7 @@ class Trace(NamedTuple):
     params: tuple[Tensor, ...]
     grads: tuple[Tensor, ...]
     finite: list[Tensor | None]
+    activities: list[Tensor | None]
     numbers: Sequence[int]
     outputs: tuple[Tensor, ...]
     output_rows: list[tuple[Tensor, ...]]
@@ -45,6 +47,11 @@ class Trace(NamedTuple):
         finite = self.finite[t]
         if finite is not None:
             torch.where(finite, after, before, out=after)
+
+    def active(self, t: int, values: Tensor) -> Tensor:
+        """Values [P] times the activity of step t."""
+        activity = self.activities[t]
+        return values if activity is None else values * activity
 
     def part(self, t: int, adjoint: Tensor) -> tuple[Tensor, Tensor | None]:
         """An adjoint [..., P] in two parts: of the coordinates of step t, and of those it skips (None: of none)."""

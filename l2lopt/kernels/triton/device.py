@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from l2lopt.kernels.triton import packing
+from l2lopt.optimisers import rules
 
 ADDITIVE: tl.constexpr = tl.constexpr(packing.ADDITIVE)
 BOUNDED: tl.constexpr = tl.constexpr(packing.BOUNDED)
@@ -21,6 +22,7 @@ GATED: tl.constexpr = tl.constexpr(packing.GATED)
     MOM_V_OLD, MOM_V_NEW, MOM_EPS,
 ) = (tl.constexpr(packing.SLOTS.index(name)) for name in packing.SLOTS)  # fmt: skip
 MOMENTUM: tl.constexpr = tl.constexpr(len(packing.SLOTS))
+LEAST_DIRECTION: tl.constexpr = tl.constexpr(rules.LEAST)
 
 
 @triton.jit
@@ -177,6 +179,23 @@ def gate(o, theta, before, rule, k: tl.constexpr):
 
 
 @triton.jit
+def share(g, adam):
+    """The share of its update that a coordinate of gradient g and Adam's direction `adam` takes, `rules.activity`."""
+    return tl.where(g == 0, tl.minimum(tl.abs(adam) / LEAST_DIRECTION, 1.0), 1.0)
+
+
+@triton.jit
+def activity(g, z, rows, S: tl.constexpr):
+    """`share` by the features in z; 1 for the gated rule."""
+    adam = tl.zeros_like(g)
+    if S.RULE == GATED:
+        adam += 1.0
+    elif S.RNN_AT >= 0:
+        adam += tl.sum(tl.where((rows == S.RNN_AT)[:, None], z, 0.0), axis=0)
+    return share(g, adam)
+
+
+@triton.jit
 def rule_forward(h, heads, z, rows, g, theta, forgot, let_in, rule, scale, S: tl.constexpr):
     """The update [B], or the direction of a rule with a statistic, and three numbers that `backward` needs.
 
@@ -255,6 +274,8 @@ def step(
         if S.RULE == GATED:
             tl.store(forget + at, rounded(first, forget), mask=mask & finite)
             tl.store(input_ + at, rounded(second, input_), mask=mask & finite)
+        if not S.DIRECTED:  # a rule with a statistic counts coordinates at rest: see `finish`
+            u *= activity(g, z, rows, S)
         tl.store(update + at, rounded(tl.where(finite, u, 0.0), update), mask=mask)
 
 
@@ -275,10 +296,13 @@ def squares(values, starts, sizes, sums, n, chunks, B: tl.constexpr, ROUNDS: tl.
 
 @triton.jit
 def finish(
-    update, grads, params, statistic, scale, starts, sizes, tensors, n, count,
-    DECAY: tl.constexpr, B: tl.constexpr, ROUNDS: tl.constexpr,
+    update, grads, params, memory, scalars, statistic, scale, starts, sizes, tensors, n, count,
+    S: tl.constexpr, B: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """Replaces d by S (d / R − λθ), and by 0 where the gradient is not finite; `tensors` says whose R a chunk takes."""
+    """Replaces d by S_t (a d / R − λθ), and by 0 where the gradient is not finite.
+
+    a is `share`, of the running means after the step; `tensors` says whose R a chunk takes.
+    """
     chunk, row = tl.program_id(0), tl.program_id(1)
     start, size = tl.load(starts + chunk), tl.load(sizes + chunk)
     step_size = tl.load(scale)
@@ -289,8 +313,16 @@ def finish(
         at = tl.full([], 1, tl.int64) * row * n + start + lane
         g = tl.load(grads + at, mask=mask, other=0.0).to(tl.float32)
         d = tl.load(update + at, mask=mask, other=0.0).to(tl.float32) / measured
-        if DECAY > 0:
-            d -= DECAY * tl.load(params + at, mask=mask, other=0.0).to(tl.float32)
+        adam = tl.zeros_like(g)
+        if S.RNN_AT >= 0:
+            # Read where there is no gradient only: elsewhere they do not count.
+            silent = mask & (g == 0)
+            v = tl.load(memory[S.RNN + 1] + at, mask=silent, other=0.0).to(tl.float32)
+            adam = tl.load(memory[S.RNN] + at, mask=silent, other=0.0).to(tl.float32)
+            adam = adam / (tl.sqrt(v) + tl.load(scalars + RNN_EPS)) * tl.load(scalars + M_UNBIAS)
+        d *= share(g, adam)
+        if S.DECAY > 0:
+            d -= S.DECAY * tl.load(params + at, mask=mask, other=0.0).to(tl.float32)
         # d is 0 already where g is not finite, but weight decay is not.
         u = tl.where(g * g < float("inf"), step_size * d, 0.0)
         tl.store(update + at, rounded(u, update), mask=mask)

@@ -7,7 +7,18 @@ the gated rule's gates, R numbers a coordinate, in this order.
 import triton
 import triton.language as tl
 
-from l2lopt.kernels.triton.device import BOUNDED, GATED, cell_forward, gates, head, layers, look, put, rule_forward
+from l2lopt.kernels.triton.device import (
+    BOUNDED,
+    GATED,
+    activity,
+    cell_forward,
+    gates,
+    head,
+    layers,
+    look,
+    put,
+    rule_forward,
+)
 
 
 @triton.jit
@@ -87,7 +98,8 @@ def forward(
     if S.RULE == GATED:
         tl.store(next_ + of_forget, tl.where(finite, first, forgot))
         tl.store(next_ + of_input, tl.where(finite, second, let_in))
-    elif S.DIRECTED:
+    u *= activity(g, z, rows, S)
+    if S.DIRECTED:
         # 1 past the end: a division by 0 there would bring NaN into sums over all lanes.
         measured = tl.load(statistic + t * each * count + tensor, mask=mask, other=1.0)
         u = tl.load(scale + t) * (u / measured - S.DECAY * theta)
@@ -99,17 +111,19 @@ def forward(
 
 @triton.jit
 def rule_backward(
-    acting, finite, g, theta, gates_before, numbers, d_gates, sums, rule, step_size, statistics, step_at, mask,
+    acting, finite, g, theta, active, gates_before, numbers, d_gates, sums, rule, step_size, statistics, step_at, mask,
     S: tl.constexpr, PULLED: tl.constexpr,
 ):  # fmt: skip
     """The outputs' adjoints, θ's by way of the rule, the gates' from here on, and the sums of the rule's gradients.
 
-    `acting` is the update's adjoint, 0 where a coordinate is skipped; `numbers` are those of `rule_forward`.
+    `acting` is the update's adjoint, 0 where a coordinate is skipped; `active` is `activity`; `numbers` are those of
+    `rule_forward`.
     """
     first, second, third = numbers
     d_forget, d_input = d_gates
     e2, e3, e4, e5 = sums
-    s0 = step_size * acting
+    whole = step_size * acting
+    s0 = whole * active
     s1, by_rule = tl.zeros_like(s0), tl.zeros_like(s0)
     if S.RULE == BOUNDED:
         s0 = s0 * first
@@ -131,8 +145,8 @@ def rule_backward(
             kappa = tl.load(pull + step_at, mask=mask, other=0.0)
             kappa += tl.load(own + step_at, mask=mask, other=0.0) * scaled * d
             s0 += kappa * d
-        s0, s1, by_rule = s0 * r, s0 * d, -S.DECAY * scaled
-        e2 += 10.0 * scaled * (d - S.DECAY * theta)
+        s0, s1, by_rule = s0 * r, s0 * d, -S.DECAY * whole
+        e2 += 10.0 * (scaled * d - S.DECAY * whole * theta)
     return s0, s1, by_rule, (d_forget, d_input), (e2, e3, e4, e5)
 
 
@@ -296,8 +310,8 @@ def backward(
         a_theta += tl.load(sources + now, mask=mask, other=0.0).to(tl.float32)
         acting = tl.where(finite, a_theta, 0.0)
         s0, s1, by_rule, d_gates, of_rule = rule_backward(
-            acting, finite, g, theta, (forgot, let_in), (first, second, third), d_gates, of_rule, rule,
-            tl.load(scale + t), statistics, t * each * count + tensor, mask, S, PULLED,
+            acting, finite, g, theta, activity(g, z, rows, S), (forgot, let_in), (first, second, third), d_gates,
+            of_rule, rule, tl.load(scale + t), statistics, t * each * count + tensor, mask, S, PULLED,
         )  # fmt: skip
         of_bias = (of_bias[0] + s0, of_bias[1] + s1)
         by_head0, by_head1 = tl.sum(s0[None, :] * h_after, axis=1), tl.sum(s1[None, :] * h_after, axis=1)

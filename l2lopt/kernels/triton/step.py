@@ -106,7 +106,8 @@ class Triton(FusedOptimiser):
         shared = {**state.shared, "step": step}
         if grads.numel():
             grads, params, numbers = grads.contiguous(), params.contiguous(), [int(step)]
-            scale = packing.scales(reference, phi, numbers, grads)
+            scale, scalars = packing.scales(reference, phi, numbers, grads), packing.table(reference, numbers, grads)
+            memory = tuple(coordinates[name] for name in self.shape.memory)
             blocks = ceil(n / WIDTH)
             # Each block writes a count of its own: nothing to clear first, no atomic additions.
             skipped = torch.empty(rows, blocks, dtype=torch.int32, device=grads.device)
@@ -116,10 +117,10 @@ class Triton(FusedOptimiser):
                 update,
                 skipped,
                 (coordinates["cell.h"], coordinates["cell.c"], *gates_of(coordinates, grads)),
-                tuple(coordinates[name] for name in self.shape.memory),
+                memory,
                 self._weights(phi),
                 rule_of(phi, grads),
-                packing.table(reference, numbers, grads),
+                scalars,
                 packing.losses(reference, loss, grads),
                 scale,
                 n,
@@ -131,13 +132,22 @@ class Triton(FusedOptimiser):
             )
             shared["skipped"] = state.shared["skipped"] + skipped.sum(-1).view(state.shared["skipped"].shape)
             if reference.rule.statistic:
-                self._finish(state.layout, grads, params, update, scale)
+                self._finish(state.layout, grads, params, update, memory, scalars, scale)
         elif reference.rule.statistic:
             nothing = grads.new_zeros(*grads.shape[:-1], len(state.layout.sizes))
             state.layout.tensors.mean_of_sums(DIRECTION, nothing)  # recorded, and asked of all processes
         return update, OptimiserState(state.layout, coordinates, state.groups, shared)
 
-    def _finish(self, layout: Layout, grads: Tensor, params: Tensor, update: Tensor, scale: Tensor) -> None:
+    def _finish(
+        self,
+        layout: Layout,
+        grads: Tensor,
+        params: Tensor,
+        update: Tensor,
+        memory: tuple[Tensor, ...],
+        scalars: Tensor,
+        scale: Tensor,
+    ) -> None:
         """Makes updates of directions."""
         rule, batch, rows = self.reference.rule, grads.shape[:-1], prod(grads.shape[:-1])
         if self._chunks is None or self._chunks[:2] != (layout, grads.device):
@@ -150,11 +160,12 @@ class Triton(FusedOptimiser):
         totals = torch.segment_reduce(sums.T.contiguous(), "sum", lengths=chunks.counts).T
         means = layout.tensors.mean_of_sums(DIRECTION, totals.reshape(*batch, -1))
         measured = root_of(means, layout, rule.by_fan_in).to(torch.float32)
-        decay = float(rule.weight_decay)  # type: ignore[arg-type]  # of the one rule with a statistic
         device.finish[grid](
             update,
             grads,
             params,
+            memory,
+            scalars,
             measured.contiguous(),
             scale,
             chunks.starts,
@@ -162,7 +173,7 @@ class Triton(FusedOptimiser):
             chunks.tensors,
             n,
             len(layout.sizes),
-            DECAY=decay,
+            S=self.shape.constants,
             **fixed,
         )
 
