@@ -24,8 +24,8 @@ from l2lopt.core.layout import Layout
 from l2lopt.core.types import Carry, InnerStep, Target
 from l2lopt.optimisee import batch_rows, flat_loss, init_rows
 from l2lopt.optimisers import inputs, rules
+from l2lopt.optimisers.controls import CONTROLS
 from l2lopt.optimisers.facts import FACTS
-from l2lopt.optimisers.hierarchical import CONTROLS
 from optimisees import (
     Draw,
     InMemory,

@@ -11,13 +11,14 @@ from l2lopt.core.layout import Params
 from l2lopt.core.types import Update
 from l2lopt.estimators.window import AdjointOfMean, BlockUpdate, MeanAdjoint, Replay, Window
 from l2lopt.kernels import triton
+from l2lopt.kernels.cpu.hierarchical import FusedHierarchical
 from l2lopt.kernels.cpu.normalised_muon import FusedNormalisedMuon
 from l2lopt.kernels.cpu.replay import has_statistic_adjoint, refusal_to_replay, replay, statistic_adjoint
 from l2lopt.kernels.cpu.step import CPU, refusal
 from l2lopt.kernels.cpu.workspace import Workspace
 from l2lopt.kernels.fused import FusedOptimiser
 from l2lopt.kernels.recorded import MEAN
-from l2lopt.optimisers import Coordinatewise, NormalisedMuon, Optimiser
+from l2lopt.optimisers import Coordinatewise, Hierarchical, NormalisedMuon, Optimiser
 
 BACKENDS = ("auto", "reference", "cpu", "triton")
 choices: set[tuple[str, str | None]] = set()
@@ -38,10 +39,12 @@ def fuse(optimiser: Optimiser, backend: str = "auto") -> Optimiser:
     if backend not in BACKENDS:
         remedy = did_you_mean(backend, BACKENDS)
         raise UserError("backend", expected="a known name", found=repr(backend), remedy=remedy)
-    if backend == "reference" or isinstance(optimiser, FusedOptimiser | FusedNormalisedMuon):
+    if backend == "reference" or isinstance(optimiser, FusedOptimiser | FusedNormalisedMuon | FusedHierarchical):
         return optimiser
     if isinstance(optimiser, NormalisedMuon) and backend != "triton":
         return FusedNormalisedMuon(optimiser)
+    if isinstance(optimiser, Hierarchical) and backend != "triton":
+        return FusedHierarchical(optimiser)
     wanted = backend if backend != "auto" else _of_its_device(optimiser)
     reason = (triton.refusal if wanted == "triton" else refusal)(optimiser)
     if backend == "auto":

@@ -51,7 +51,7 @@ class Numbers(NamedTuple):
         steps: t, the number of updates before this one.
         total: T, the number of updates of the run.
         fan_ins: Fan-in of each tensor, [tensors].
-        kinds: For each of `core.kinds.KINDS`, 1 where the tensor is of that kind and 0 elsewhere, [tensors].
+        kinds: Name of a kind → 1 where the tensor is of that kind, and 0 elsewhere, [tensors].
         losses: Losses of the run; None where this step has none.
     """
 
@@ -180,7 +180,7 @@ def initial_memory(names: Sequence[str], layout: Layout, zero: Tensor) -> Params
     return {name: depth.expand_as(zero).clone() if name == "depth" else zero.clone() for name in names}
 
 
-def remembered(memory: Params, means: Params, first: Tensor) -> Params:
+def remembered(memory: Params, means: Params) -> Params:
     """The numbers that facts remember, after this step's means are known.
 
     - "usual": the slow running mean of RMS(g), which begins at the first one;
@@ -190,14 +190,14 @@ def remembered(memory: Params, means: Params, first: Tensor) -> Params:
     Args:
         memory: Numbers before the step, [*batch, tensors].
         means: Means by name, [*batch, tensors].
-        first: Whether this is the first update.
     """
     after = dict(memory)
+    # No size is 0, so 0 says that there has been none.
     if "usual" in memory:
         size = (means["grads"] + TINY).sqrt()
-        after["usual"] = torch.where(first, size, SLOW * memory["usual"] + (1 - SLOW) * size)
+        after["usual"] = torch.where(memory["usual"] == 0, size, SLOW * memory["usual"] + (1 - SLOW) * size)
     if "start" in memory:
-        after["start"] = torch.where(first, (means["params"] + TINY).sqrt(), memory["start"])
+        after["start"] = torch.where(memory["start"] == 0, (means["params"] + TINY).sqrt(), memory["start"])
     return after
 
 
@@ -249,7 +249,7 @@ def stated(
     kinds: Params = {
         kind: layout.tensors.each([float(role.kind == kind) for role in layout.roles], like)
         for kind in KINDS
-        if kind in facts
+        if kind in facts  # whose names are those of the kinds
     }
     fan_ins = layout.tensors.each(layout.fan_ins, like)
     numbers = Numbers(means, memory, steps, known, fan_ins, kinds, losses)

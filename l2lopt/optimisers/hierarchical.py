@@ -4,7 +4,6 @@ The harness is `NormalisedMuon`. A network per coordinate on top of it has cost 
 costs next to nothing (cf. VeLO, Metz et al. 2022, arXiv:2211.09760, whose tensors' networks make those of coordinates).
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
@@ -13,30 +12,22 @@ from torch import Tensor, nn
 
 from l2lopt import cells
 from l2lopt.cells.cell import Cell, CellState, affine
-from l2lopt.core.errors import UserError, did_you_mean
+from l2lopt.core.errors import UserError
 from l2lopt.core.layout import Layout, Params
 from l2lopt.core.registry import Choice
 from l2lopt.core.seeding import seeded
 from l2lopt.core.types import OptimiserState
+from l2lopt.optimisers import controls as controls_module
 from l2lopt.optimisers import facts as facts_module
 from l2lopt.optimisers.base import Optimiser, zero_step, zeros
+from l2lopt.optimisers.controls import Bounds, mixed
 from l2lopt.optimisers.directions import Orthogonalised, is_matrix, orthogonalised
 from l2lopt.optimisers.facts import LOSSES, SLOW, USUAL
 from l2lopt.optimisers.hand_designed import bias_corrected
 from l2lopt.optimisers.inputs import safe_sqrt
 from l2lopt.optimisers.normalised_muon import REST, NormalisedMuon
 from l2lopt.optimisers.rates import Rate, per_row
-from l2lopt.optimisers.rules import EPS
 from l2lopt.optimisers.schedules import to_the_end
-
-CONTROLS = ("step", "decay", "mix", "sign", "slow", "momentum")
-"""What a network may steer."""
-TURNS = {"mix": "adam", "sign": "sign", "slow": "slow"}
-"""Control that turns the direction → the direction that it turns to."""
-AWAY = 0.25
-"""Largest angle away from the direction that a control turns to."""
-FLOOR = 1e-6
-"""The least mean square of a mixture of directions whose own is 1."""
 
 
 class Perceptron(Cell):
@@ -64,20 +55,6 @@ class Moments(NamedTuple):
     mean: Tensor
     square: Tensor
     slow: Tensor | None
-
-
-class Bounds(NamedTuple):
-    """How far the controls can go.
-
-    Attributes:
-        step: Largest factor of the harness's step, and the inverse of the smallest; infinity for none.
-        decay: Largest factor of the harness's decay, likewise.
-        mix: Map from the network's output to the mixture, "angle" or "logit".
-    """
-
-    step: float
-    decay: float
-    mix: Literal["angle", "logit"]
 
 
 class Hierarchical(Optimiser):
@@ -116,7 +93,7 @@ class Hierarchical(Optimiser):
     Args:
         facts: Names of facts, see `facts.FACTS`.
         network: Cell of as many inputs as facts, or as the embedding gives.
-        controls: Names of controls, any of `CONTROLS`.
+        controls: Names of controls, any of `controls.CONTROLS`.
         harness: The harness that it steers, with its direction of orthogonalised matrices.
         bounds: Limits of the controls.
         embedding: Whether a linear layer lies between facts and cell.
@@ -137,7 +114,7 @@ class Hierarchical(Optimiser):
         head_scale: float = 0.0,
     ) -> None:
         super().__init__()
-        self.facts, self.controls = facts_module.chosen(facts), _chosen(controls)
+        self.facts, self.controls = facts_module.chosen(facts), controls_module.chosen(controls)
         self.harness, self.bounds = harness, bounds
         assert isinstance(harness.direction, Orthogonalised)
         self.direction: Orthogonalised = harness.direction
@@ -232,7 +209,7 @@ class Hierarchical(Optimiser):
             rate: η s_t.
         """
         like, phi = memory["idle"], self.head.weight
-        after = facts_module.remembered(memory, means, shared["step"] == 0)
+        after = facts_module.remembered(memory, means)
         x = facts_module.stated(self.facts, layout, means, after, shared["step"], shared["total_steps"], losses)
         x = x.to(phi.dtype)
         if self.embedding is not None:
@@ -240,7 +217,7 @@ class Hierarchical(Optimiser):
         before = {name: memory[f"cell.{name}"].to(phi.dtype) for name in self.cell.state_sizes}
         h, cell = self.cell(x, before)
         outputs = affine(self.head.bias, (self.head.weight, h)).to(like.dtype)
-        found = torch.stack([self._bounded(name, o) for name, o in zip(self.controls, outputs, strict=True)])
+        found = torch.stack([self.bounds.bounded(name, o) for name, o in zip(self.controls, outputs, strict=True)])
         after |= {f"cell.{name}": value.to(like.dtype) for name, value in cell.items()}
         if "moved" in memory:
             by_name = dict(zip(self.controls, found, strict=True))
@@ -258,21 +235,11 @@ class Hierarchical(Optimiser):
             controls: Bounded controls by name, [*batch, tensors].
             idle: Updates since each tensor has last had a gradient, [*batch, tensors].
         """
+        factors = mixed(
+            {pair: value.to(idle.dtype) for pair, value in products.items()}, self.bounds.shares(controls, idle)
+        )
         size = self._size(layout, controls, idle)
-        products = {pair: value.to(idle.dtype) for pair, value in products.items()}
-        # EPS² under the root and not EPS beside it: √ has no finite derivative where a whole tensor is 0.
-        scales = {one: (value + EPS**2).rsqrt() for (one, other), value in products.items() if one == other}
-        if len(scales) == 1:
-            return {name: size * scale for name, scale in scales.items()}
-        shares = self._shares(controls, idle)
-        # RMS² of a mixture from the products of its parts: these depend on gradients alone, so that a gradient with
-        # respect to φ goes through the shares and no mean of the step depends on φ.
-        square = torch.zeros_like(idle)
-        for (one, other), value in products.items():
-            twice = 1.0 if one == other else 2.0
-            square = square + twice * shares[one] * shares[other] * value * scales[one] * scales[other]
-        size = size * square.clamp(min=FLOOR).rsqrt()
-        return {name: size * share * scales[name] for name, share in shares.items()}
+        return {name: size * factor for name, factor in factors.items()}
 
     def decay_factor(self, controls: Params, like: Tensor) -> Tensor:
         """e^{c_decay}, [*batch, tensors]."""
@@ -282,28 +249,6 @@ class Hierarchical(Optimiser):
         """The size of the direction, a e^{c_step} r."""
         size = REST**idle / layout.tensors.each(layout.fan_ins, idle).sqrt()
         return size * controls["step"].exp() if "step" in controls else size
-
-    def _shares(self, controls: Params, like: Tensor) -> Params:
-        """The directions' shares of the mixture, [*batch, tensors]."""
-        shares = {"main": torch.ones_like(like)}
-        for control, direction in TURNS.items():
-            if control in controls:
-                turn = controls[control]
-                logit = control == "mix" and self.bounds.mix == "logit"
-                stay, go = (turn, 1 - turn) if logit else (turn.cos(), turn.sin())
-                shares = {name: share * stay for name, share in shares.items()} | {direction: go}
-        return shares
-
-    def _bounded(self, control: str, output: Tensor) -> Tensor:
-        """A control from the network's output, 0 for 0 but for the logit."""
-        if control == "momentum":
-            return output.tanh()
-        if control == "mix" and self.bounds.mix == "logit":
-            return torch.sigmoid(2 * output + 4)
-        if control in TURNS:
-            # Both sides have the derivative 1 at 0, and the second derivative 0.
-            return torch.where(output > 0, _limited(output, math.pi / 2), _limited(output, AWAY))
-        return _limited(output, math.log(self.bounds.step if control == "step" else self.bounds.decay))
 
     def _running(self, g: Tensor, before: Params) -> Params:
         """The running means of g and g² after this step."""
@@ -384,7 +329,7 @@ def hierarchical(
         cell: Any of `cells.CELLS`, or "none" for a layer of tanh without a memory.
         hidden_size: The cell's hidden size.
         facts: Any of `facts.FACTS`.
-        controls: Any of `CONTROLS`.
+        controls: Any of `controls.CONTROLS`.
         lr: η of the harness.
         weight_decay: λ of the harness.
         schedule: Schedule of the harness.
@@ -421,22 +366,3 @@ def hierarchical(
         network = Perceptron(inputs, hidden_size) if cell == "none" else cells.build(cell, inputs, hidden_size)
         bounds = Bounds(step_bound, decay_bound, mix)
         return Hierarchical(facts, network, controls, harness, bounds, embedding, head_scale)
-
-
-def _chosen(controls: Sequence[str]) -> tuple[str, ...]:
-    """Controls, each known and there once, at least one."""
-    for name in controls:
-        if name not in CONTROLS:
-            remedy = did_you_mean(name, CONTROLS)
-            raise UserError("controls", expected="known names", found=repr(name), remedy=remedy)
-    if len(set(controls)) < len(controls) or not controls:
-        found, remedy = ", ".join(controls) or "none", f"choose from {', '.join(CONTROLS)}"
-        raise UserError("controls", expected="at least one, and each at most once", found=found, remedy=remedy)
-    return tuple(controls)
-
-
-def _limited(output: Tensor, bound: float) -> Tensor:
-    """B tanh(o / B), in (−B, B) and about o near 0; o itself without a bound."""
-    if math.isinf(bound):
-        return output
-    return bound * torch.tanh(output / bound) if bound else torch.zeros_like(output)
