@@ -359,6 +359,7 @@ def hierarchical(
         if not bound >= 1:
             remedy = "give a factor of at least 1"
             raise UserError(f"hierarchical: {name}", expected="at least 1", found=str(bound), remedy=remedy)
+    facts_module.chosen(facts)  # before the network, whose size they decide
     harness = NormalisedMuon(lr, weight_decay, schedule=schedule, warm_up=warm_up)
     inputs = hidden_size if embedding else len(facts)
     # Modules draw their first values from the global generator: in the block φ depends on the seed alone.
