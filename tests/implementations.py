@@ -207,7 +207,7 @@ def means_of_params(label: str) -> bool:
 
 
 MANY = [label for label in OPTIMISERS if "every input" in label][1:]
-MANY += [label for label in OPTIMISERS if label.startswith("hierarchical ")]
+MANY += [label for label in OPTIMISERS if label.startswith("hierarchical")]
 """So many that the tests of all but the first are slow ones."""
 
 

@@ -152,8 +152,8 @@ LOSSES = ("loss_fast", "loss_slow", "loss_first")
 """Names in the shared state of what `Losses` remembers."""
 
 
-def chosen(names: Sequence[str]) -> dict[str, Fact]:
-    """The facts of these names.
+def chosen(names: Sequence[str]) -> tuple[str, ...]:
+    """Facts of these names.
 
     Raises:
         UserError: For an unknown or repeated name, and for none at all.
@@ -164,7 +164,7 @@ def chosen(names: Sequence[str]) -> dict[str, Fact]:
     if len(set(names)) < len(names) or not names:
         found, remedy = ", ".join(names) or "none", f"choose from {', '.join(FACTS)}"
         raise UserError("facts", expected="at least one, and each at most once", found=found, remedy=remedy)
-    return {name: FACTS[name] for name in names}
+    return tuple(names)
 
 
 def initial_memory(names: Sequence[str], layout: Layout, zero: Tensor) -> Params:
@@ -224,7 +224,7 @@ def told(shared: Mapping[str, Tensor], loss: Tensor | None) -> tuple[Losses | No
 
 
 def stated(
-    facts: Mapping[str, Fact],
+    facts: Sequence[str],
     layout: Layout,
     means: Params,
     memory: Params,
@@ -235,7 +235,7 @@ def stated(
     """The facts, [facts, *batch, tensors].
 
     Args:
-        facts: Facts by name.
+        facts: Names of the facts.
         layout: Layout of the coordinates.
         means: Means by name, [*batch, tensors].
         memory: Remembered numbers after this step, [*batch, tensors].
@@ -253,4 +253,4 @@ def stated(
     }
     fan_ins = layout.tensors.each(layout.fan_ins, like)
     numbers = Numbers(means, memory, steps, known, fan_ins, kinds, losses)
-    return torch.stack([fact.formula(numbers).expand_as(like) for fact in facts.values()])
+    return torch.stack([fact.formula(numbers).expand_as(like) for fact in map(FACTS.__getitem__, facts)])

@@ -124,9 +124,11 @@ class Hierarchical(Optimiser):
         with torch.no_grad():
             self.head.weight.mul_(head_scale)
             self.head.bias.zero_()
-        self.needs_loss = any(fact.needs_loss for fact in self.facts.values())
-        self.means = tuple(dict.fromkeys(name for fact in self.facts.values() for name in fact.means))
-        self.remembers = tuple(dict.fromkeys(f.memory for f in self.facts.values() if f.memory is not None))
+        # Names are kept and not the facts, whose functions cannot be pickled.
+        seen = [facts_module.FACTS[name] for name in self.facts]
+        self.needs_loss = any(fact.needs_loss for fact in seen)
+        self.means = tuple(dict.fromkeys(name for fact in seen for name in fact.means))
+        self.remembers = tuple(dict.fromkeys(fact.memory for fact in seen if fact.memory is not None))
         self.keeps_slow = "slow" in self.means or bool({"slow", "momentum"} & {*self.controls})
 
     def init(

@@ -1,16 +1,18 @@
 """The hierarchical rule against loops over tensors, the laboratory's rule and its harness."""
 
 import math
+import pickle
 
 import laws
 import pytest
 import torch
-from implementations import hierarchical, normal, seeded
+from implementations import hierarchical, normal, problem, seeded
 from torch.func import vmap
 
 from l2lopt import kernels, optimisers
 from l2lopt.core.errors import UserError
 from l2lopt.core.layout import Layout
+from l2lopt.estimators import Backprop, Blockwise
 from l2lopt.optimisers.controls import CONTROLS
 from l2lopt.optimisers.facts import FACTS, LARGEST_LOSS, USUAL
 
@@ -268,6 +270,18 @@ def test_it_can_be_the_laboratorys_rule():
 )
 def test_the_control_of_momentum_keeps_the_laws(law):
     law(hierarchical(controls=list(CONTROLS)))
+
+
+def test_blocks_give_the_tapes_meta_gradient():
+    """Exactly, but for the facts of θ."""
+    task = problem("hierarchical without facts of θ", length=3)
+    ours, tape = laws.run(Blockwise(block=30), task), laws.run(Backprop(), task)
+    laws.assert_close(vars(ours), vars(tape), 1e-10)
+
+
+def test_a_copy_by_pickle_is_the_rule():
+    rule = hierarchical()
+    laws.assert_same(pickle.loads(pickle.dumps(rule)).phi(), rule.phi())
 
 
 def test_rows_may_have_a_phi_of_their_own():
