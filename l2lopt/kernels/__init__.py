@@ -11,16 +11,19 @@ from l2lopt.core.layout import Params
 from l2lopt.core.types import Update
 from l2lopt.estimators.window import AdjointOfMean, BlockUpdate, MeanAdjoint, Replay, Window
 from l2lopt.kernels import recorded, triton
+from l2lopt.kernels.cpu.hierarchical import FusedHierarchical
 from l2lopt.kernels.cpu.normalised_muon import FusedNormalisedMuon
 from l2lopt.kernels.cpu.replay import refusal_to_replay, replay
 from l2lopt.kernels.cpu.step import CPU, refusal
 from l2lopt.kernels.cpu.workspace import Workspace
 from l2lopt.kernels.fused import FusedOptimiser
 from l2lopt.kernels.phi_rows import FusedOverPhi, FusedPhiRows
-from l2lopt.optimisers import Coordinatewise, NormalisedMuon, Optimiser
+from l2lopt.optimisers import Coordinatewise, Hierarchical, NormalisedMuon, Optimiser
 from l2lopt.optimisers.phi_rows import PhiRows
 
 BACKENDS = ("auto", "reference", "cpu", "triton")
+FORMS = (FusedOptimiser, FusedNormalisedMuon, FusedHierarchical, FusedPhiRows)
+"""The fused forms."""
 choices: set[tuple[str, str | None]] = set()
 """What "auto" has logged: (choice, reason)."""
 
@@ -39,10 +42,12 @@ def fuse(optimiser: Optimiser, backend: str = "auto") -> Optimiser:
     if backend not in BACKENDS:
         remedy = did_you_mean(backend, BACKENDS)
         raise UserError("backend", expected="a known name", found=repr(backend), remedy=remedy)
-    if backend == "reference" or isinstance(optimiser, FusedOptimiser | FusedNormalisedMuon | FusedPhiRows):
+    if backend == "reference" or isinstance(optimiser, FORMS):
         return optimiser
     if isinstance(optimiser, NormalisedMuon) and backend != "triton":
         return FusedNormalisedMuon(optimiser)
+    if isinstance(optimiser, Hierarchical) and backend != "triton":
+        return FusedHierarchical(optimiser)
     if isinstance(optimiser, PhiRows):
         one = fuse(optimiser.reference, backend)
         return (

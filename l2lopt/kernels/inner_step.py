@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from l2lopt.core.types import Aux, Batch, Carry, Loss, detach
+from l2lopt.kernels.cpu.hierarchical import FusedHierarchical
 from l2lopt.kernels.cpu.normalised_muon import FusedNormalisedMuon
 from l2lopt.kernels.fused import FusedOptimiser
 from l2lopt.kernels.graph import CompiledFunction
@@ -155,7 +156,7 @@ def _recordable(optimiser: Optimiser) -> Optimiser | None:
     """The optimiser in the form that a compiler does best with; None for one whose fused step is quicker."""
     if isinstance(optimiser, FusedOptimiser | FusedPhiRows):
         return None
-    if isinstance(optimiser, FusedNormalisedMuon):
+    if isinstance(optimiser, FusedNormalisedMuon | FusedHierarchical):
         return optimiser.reference
     if isinstance(optimiser, Scheduled):
         inner, known = _recordable(optimiser.optimiser), optimiser

@@ -1,4 +1,6 @@
-"""A step of the harness beside torch's Muon with AdamW on the rest: a GPT of 10M parameters, and 1,000 small matrices.
+"""A step of the harness, of the hierarchical rule on it, and of torch's Muon with AdamW on the rest.
+
+Of a GPT of 10M parameters, and of 1,000 small matrices.
 
 python tests/benchmarks/bench_muon.py [--width 320] [--layers 8] [--tensors 1000] [--threads 2] [--seconds 60]
 
@@ -8,6 +10,7 @@ for it and the matrices are large.
 """
 
 import argparse
+from functools import partial
 
 import torch
 from bench_optimizer import bytes_each
@@ -89,13 +92,21 @@ def main() -> None:
         for label, shapes in problems.items():
             given = params(shapes)
             optimizer = LearnedOptimizer(list(given.items()), "normalised-muon", steps=1000)
-            runs: dict[str, Run] = {"the harness": optimizer.step, "torch.optim.Muon and AdamW": torchs(shapes)}
+            steered = LearnedOptimizer(list(params(shapes).items()), optimisers.make("hierarchical"), steps=1000)
+            runs: dict[str, Run] = {
+                "the harness": optimizer.step,
+                "the hierarchical rule": partial(steered.step, loss=1.0),
+                "torch.optim.Muon and AdamW": torchs(shapes),
+            }
             count = sum(param.numel() for param in given.values())
             ns = measure(runs, count, arguments.seconds)
             for name, value in ns.items():
                 print(f"{label}, {count:,} parameters: {name:28} {value:8.1f} ns {value * count / 1e6:8.1f} ms")
-            ours, theirs = ns.values()
-            print(f"{label}: {ours / theirs:.2f} of torch's time; {bytes_each(optimizer):.1f} bytes a parameter kept")
+            ours, learned, theirs = ns.values()
+            kept = f"{bytes_each(optimizer):.1f} and {bytes_each(steered):.1f} bytes a parameter kept"
+            print(
+                f"{label}: {ours / theirs:.2f} of torch's time, the rule {learned / ours:.2f} of the harness's; {kept}"
+            )
 
 
 if __name__ == "__main__":

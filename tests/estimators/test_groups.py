@@ -6,14 +6,14 @@ import laws
 import pytest
 import torch
 from doubles import FactoredMoments, OwnMean, SteeredByPhi
-from implementations import GROUPED, Problem, means_of_params, normal, problem, with_means_constant
+from implementations import GROUPED, Problem, each, means_of_params, normal, problem, with_means_constant
 
 from l2lopt.core.errors import UserError
 from l2lopt.core.layout import Layout
 from l2lopt.estimators import Backprop, Blockwise
 from l2lopt.kernels import block_update
 
-each_grouped = pytest.mark.parametrize("rule", GROUPED)
+each_grouped = pytest.mark.parametrize("rule", each(GROUPED))
 
 
 @each_grouped

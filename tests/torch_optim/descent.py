@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from implementations import OPTIMISERS, normal
+from implementations import OPTIMISERS, each, normal
 
 from l2lopt import LearnedOptimizer, optimisers
 
@@ -14,7 +14,7 @@ LSTM = partial(optimisers.make, "coordinatewise", hidden_size=3)
 RULES = {"adam": partial(optimisers.adam, 0.01)} | {
     label: OPTIMISERS[f"coordinatewise {label}"] for label in ("additive", "direction-and-magnitude")
 }
-each_optimiser = pytest.mark.parametrize("rule", [pytest.param(make, id=name) for name, make in OPTIMISERS.items()])
+each_optimiser = pytest.mark.parametrize("rule", each(OPTIMISERS, factories=True))
 
 
 def start(dtype=torch.float64, seed=7):

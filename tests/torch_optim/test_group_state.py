@@ -7,15 +7,15 @@ import pytest
 import torch
 from descent import SHAPES, bumpy, descend, start
 from doubles import Orthogonalised
-from implementations import DOUBLES, GROUPED, normal, seeded
+from implementations import DOUBLES, GROUPED, each, normal, seeded
 from torch import nn
 
-from l2lopt import LearnedOptimizer, UserError, cells, optimisers
+from l2lopt import LearnedOptimizer, UserError, cells, kernels, optimisers
 from l2lopt.core.layout import Layout
 from l2lopt.optimisers import rules
 from l2lopt.torch_optim import blocks, state_parts
 
-each_grouped = pytest.mark.parametrize("rule", GROUPED)
+each_grouped = pytest.mark.parametrize("rule", each(GROUPED))
 GAPS = {
     "none": lambda step: (),
     "one at first": lambda step: ["vector"] if step < 2 else (),
@@ -68,7 +68,7 @@ def test_the_state_has_names_and_shapes_of_groups():
 
 @each_grouped
 def test_equals_the_rule_run_by_hand(rule):
-    params, by_hand = start(), GROUPED[rule]()
+    params, by_hand = start(), kernels.fuse(GROUPED[rule]())
     layout, theta = Layout.of(params), Layout.of(params).ravel(params).detach()
     state = by_hand.init(layout, like=theta)
     for step in range(5):

@@ -1,7 +1,7 @@
 """The harness's step in place, for one run on the CPU."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -70,7 +70,7 @@ class _Batch:
             self.x, self.y = self.y, self.x
 
 
-class _Plan:
+class Plan:
     """What a step needs of a layout, and the memory for it.
 
     Args:
@@ -93,6 +93,22 @@ class _Plan:
         dtypes = {shape: precision or fast_precision(like, min(shape)) for shape in alike}
         self.batches = [_Batch(members, like.new_empty(0, dtype=dtypes[shape])) for shape, members in alike.items()]
 
+    def orthogonalise(self, parts: Mapping[str, Sequence[Tensor]], direction: Orthogonalised) -> None:
+        """`directions.orthogonalised` of the Nesterov momentum β m' + (1 − β) g of every matrix.
+
+        Args:
+            parts: Each tensor's coordinates: gradients "g", running means "m", and "u", which is written to.
+            direction: Direction with β and the coefficients.
+        """
+        for batch in self.batches:
+            for one in batch.members:
+                # Written where the products want it.
+                pair = one.wide(parts["g"][one.place]), one.wide(parts["m"][one.place])
+                _lerped(*pair, direction.adam.beta1, one.batch(batch.x))
+            batch.orthogonalise(direction.coefficients)
+            for one in batch.members:
+                one.wide(parts["u"][one.place]).copy_(one.batch(batch.x))
+
 
 class FusedNormalisedMuon(Optimiser):
     """The harness whose `update_` works in place: the same states and numbers, to rounding.
@@ -109,7 +125,7 @@ class FusedNormalisedMuon(Optimiser):
     def __init__(self, reference: NormalisedMuon) -> None:
         super().__init__()
         self.reference, self.description = reference, reference.description
-        self._plans: dict[tuple[Layout, torch.dtype], _Plan] = {}
+        self._plans: dict[tuple[Layout, torch.dtype], Plan] = {}
 
     def init(
         self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None, total_steps: int | None = None
@@ -134,7 +150,7 @@ class FusedNormalisedMuon(Optimiser):
     ) -> tuple[Tensor, OptimiserState]:
         """`update` without a tape and in place: it overwrites the state it is given and its own last result."""
         direction, rate = self.reference.direction, self.reference.lr
-        if not isinstance(direction, Orthogonalised) or isinstance(rate, Tensor) or not _suits(grads, state, params):
+        if not isinstance(direction, Orthogonalised) or isinstance(rate, Tensor) or not suits(grads, state, params):
             return self.reference.update_(grads, state, params, loss=loss)
         layout, step = state.layout, state.shared["step"] + 1
         largest = torch.stack(torch._foreach_norm(layout.split(grads), math.inf))
@@ -145,14 +161,7 @@ class FusedNormalisedMuon(Optimiser):
         adam = direction.adam
         m.lerp_(grads, 1 - adam.beta1)
         parts = {name: layout.split(value) for name, value in (("g", grads), ("m", m), ("v", v), ("u", update))}
-        for batch in plan.batches:
-            for one in batch.members:
-                # β m' + (1 − β) g, written where the products want it.
-                pair = one.wide(parts["g"][one.place]), one.wide(parts["m"][one.place])
-                _lerped(*pair, adam.beta1, one.batch(batch.x))
-            batch.orthogonalise(direction.coefficients)
-            for one in batch.members:
-                one.wide(parts["u"][one.place]).copy_(one.batch(batch.x))
+        plan.orthogonalise(parts, direction)
         if plan.rest:
             g, mean, square, into = ([parts[key][index] for index in plan.rest] for key in "gmvu")
             torch._foreach_mul_(square, adam.beta2)
@@ -172,13 +181,13 @@ class FusedNormalisedMuon(Optimiser):
         groups = {"tensors": {"idle": idle}}
         return update, OptimiserState(layout, state.coordinates, groups, {"step": step, "total_steps": total})
 
-    def _plan(self, layout: Layout, like: Tensor, precision: torch.dtype | None) -> _Plan:
+    def _plan(self, layout: Layout, like: Tensor, precision: torch.dtype | None) -> Plan:
         """The plan of a layout, made once while few layouts take turns."""
         key = layout, like.dtype
         if key not in self._plans:
             if len(self._plans) == PLANS:
                 self._plans.clear()
-            self._plans[key] = _Plan(layout, like, precision)
+            self._plans[key] = Plan(layout, like, precision)
         return self._plans[key]
 
 
@@ -190,7 +199,7 @@ def _lerped(one: Tensor, other: Tensor, weight: float, out: Tensor) -> None:
         out.copy_(torch.lerp(one, other, weight))
 
 
-def _suits(grads: Tensor, state: OptimiserState, params: Tensor) -> bool:
+def suits(grads: Tensor, state: OptimiserState, params: Tensor) -> bool:
     """Whether it is one run on the CPU of whole tensors, in memory of its own."""
     layout, values = state.layout, [grads, params, *state.coordinates.values()]
     if grads.dim() != 1 or layout.shards is not None or layout.origin is not None or layout.exchange is not COMPUTED:
