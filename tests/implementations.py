@@ -24,6 +24,8 @@ from l2lopt.core.layout import Layout
 from l2lopt.core.types import Carry, InnerStep, Target
 from l2lopt.optimisee import batch_rows, flat_loss, init_rows
 from l2lopt.optimisers import inputs, rules
+from l2lopt.optimisers.facts import FACTS
+from l2lopt.optimisers.hierarchical import CONTROLS
 from optimisees import (
     Draw,
     InMemory,
@@ -143,6 +145,16 @@ def learned(rule: Any, seed: int = 0, **options: Any) -> optimisers.Optimiser:
     return optimiser
 
 
+def hierarchical(*fewer: str, seed: int = 0, **options: Any) -> optimisers.Optimiser:
+    """A small hierarchical optimiser that is well away from its harness, without some of the facts."""
+    facts = [name for name in FACTS if name not in fewer]
+    rule = optimisers.make("hierarchical", **{"hidden_size": 3, "facts": facts, "lr": 0.3, **options})
+    return seeded(rule, seed)
+
+
+OF_PARAMS = ("weight-size", "growth", "update-to-weight")
+"""The facts that are functions of θ."""
+
 OPTIMISERS = {
     "sgd": partial(optimisers.SGD, 0.05),
     "momentum": partial(optimisers.Momentum, 0.05),
@@ -169,6 +181,9 @@ OPTIMISERS = {
         for rule in rules.RULES
         for cell in ("lstm", "ihc-lstm")
     },
+    "hierarchical": hierarchical,
+    "hierarchical without facts of θ": partial(hierarchical, *OF_PARAMS, cell="none"),
+    "hierarchical with every mixture": partial(hierarchical, *OF_PARAMS, cell="gru", controls=CONTROLS[:-1]),
 }
 
 

@@ -9,6 +9,7 @@ from l2lopt.optimisers.base import Optimiser
 from l2lopt.optimisers.coordinatewise import Coordinatewise, coordinatewise
 from l2lopt.optimisers.directions import DIRECTIONS
 from l2lopt.optimisers.hand_designed import SGD, AdamW, Lion, Momentum, NAdamW, adam
+from l2lopt.optimisers.hierarchical import Hierarchical, hierarchical
 from l2lopt.optimisers.inputs import INPUTS, Input
 from l2lopt.optimisers.muon import Muon
 from l2lopt.optimisers.normalised_adam import NormalisedAdam
@@ -40,7 +41,7 @@ def scheduled(
     return Scheduled(inner, shape, warm_up, total, final)
 
 
-LEARNED: Mapping[str, Callable[..., Optimiser]] = {"coordinatewise": coordinatewise}
+LEARNED: Mapping[str, Callable[..., Optimiser]] = {"coordinatewise": coordinatewise, "hierarchical": hierarchical}
 HAND_DESIGNED: Mapping[str, Callable[..., Optimiser]] = {
     "sgd": SGD,
     "momentum": Momentum,
@@ -83,6 +84,7 @@ __all__ = [
     "WRAPPERS",
     "AdamW",
     "Coordinatewise",
+    "Hierarchical",
     "Input",
     "Lion",
     "Momentum",
@@ -97,6 +99,7 @@ __all__ = [
     "adam",
     "build",
     "coordinatewise",
+    "hierarchical",
     "make",
     "scheduled",
 ]
