@@ -16,7 +16,7 @@ from l2lopt.kernels.cpu.replay import has_statistic_adjoint, refusal_to_replay, 
 from l2lopt.kernels.cpu.step import CPU, refusal
 from l2lopt.kernels.cpu.workspace import Workspace
 from l2lopt.kernels.fused import FusedOptimiser
-from l2lopt.kernels.phi_rows import FusedOverPhi, FusedPhiRows
+from l2lopt.kernels.phi_rows import FusedOverPhi, FusedPhiRows, RowSteps
 from l2lopt.kernels.recorded import MEAN
 from l2lopt.optimisers import Coordinatewise, NormalisedMuon, Optimiser
 from l2lopt.optimisers.phi_rows import PhiRows
@@ -77,11 +77,11 @@ def block_update(optimiser: Optimiser, backend: str = "auto") -> Update:
     twin, space = fuse(optimiser, backend), Workspace()
     if not isinstance(twin, FusedOptimiser):
         plain = optimiser.update_with
-        return BlockUpdate(plain, plain, local=optimiser.coordinatewise)
+        return BlockUpdate(plain, plain, local=optimiser.coordinatewise, row_steps=RowSteps(plain))
     reference = twin.reference
-    rows = FusedOverPhi(partial(type(twin), reference))
+    rows = RowSteps(reference.update_with, FusedOverPhi(partial(type(twin), reference)))
     if refusal_to_replay(reference) is not None:
-        return BlockUpdate(reference.update_with, twin.update_with_, over_phi=rows)
+        return BlockUpdate(reference.update_with, twin.update_with_, row_steps=rows)
     back: Replay = partial(replay, reference, space=space)
     adjoint = _by_name(partial(statistic_adjoint, reference, space=space))
     at_once = None
@@ -93,7 +93,7 @@ def block_update(optimiser: Optimiser, backend: str = "auto") -> Update:
         at_once = on_gpu.AT_ONCE
     linked: tuple[str, ...] | None = () if not reference.rule.statistic else None
     linked = (MEAN,) if has_statistic_adjoint(reference) else linked
-    return BlockUpdate(reference.update_with, twin.update_with_, back, linked, adjoint, at_once, over_phi=rows)
+    return BlockUpdate(reference.update_with, twin.update_with_, back, linked, adjoint, at_once, row_steps=rows)
 
 
 def _by_name(adjoint: Callable[[Params, Window], Tensor]) -> AdjointOfMean:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from l2lopt.core.types import Carry
+
 _log = logging.getLogger("l2lopt")
 WIDER = 16
 """How many times as many numbers what is computed from a tensor must have for the tensor to get memory of its own."""
@@ -202,3 +204,12 @@ def _agree(found: Tensor, expected: Tensor, nudged: Tensor) -> bool:
     one, other, third = (value.double().nan_to_num() for value in (found, expected, nudged))
     allowed = 1e3 * torch.finfo(expected.dtype).eps * other.norm() + 10 * (third - other).norm()
     return bool((found.isfinite() == expected.isfinite()).all()) and bool((one - other).norm() <= allowed)
+
+
+def in_order(after: Carry, before: Carry) -> Carry:
+    """The next carry with its names in the order of the last, so that one step's result is the next one's argument."""
+    groups = {kind: {name: after.state.groups[kind][name] for name in own} for kind, own in before.state.groups.items()}
+    coordinates = {name: after.state.coordinates[name] for name in before.state.coordinates}
+    shared = {name: after.state.shared[name] for name in before.state.shared}
+    state = after.state._replace(coordinates=coordinates, groups=groups, shared=shared)
+    return Carry(after.params, {name: after.aux[name] for name in before.aux}, state)
