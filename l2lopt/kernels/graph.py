@@ -176,7 +176,9 @@ def _compiled_graph(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable
         # Inductor keeps on disk only what it has compiled in such a context.
         fake = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
         with tracing(TracingContext(fake)):
-            _compiled[key] = _inductor.compile(graph, list(inputs))
+            # Inputs made fake here have the sizes that they have; those that inductor makes have symbols for them.
+            static = [fake.from_tensor(value, static_shapes=True) for value in inputs]
+            _compiled[key] = _inductor.compile(graph, static)
     return _compiled[key]
 
 
