@@ -66,6 +66,22 @@ def losses_of_rows(loss: Loss) -> Loss:
     return rows
 
 
+def gradients_of_rows(loss: Loss) -> Callable[[Tensor, Aux, Batch], tuple[Tensor, Tensor, Aux]]:
+    """(θ [R, *batch, n], aux, batch) → gradients, losses [R, *batch] and the next aux, all cut from the graph."""
+    rows = losses_of_rows(loss)
+
+    def gradients(params: Tensor, aux: Aux, batch: Batch) -> tuple[Tensor, Tensor, Aux]:
+        def summed(theta: Tensor) -> tuple[Tensor, tuple[Tensor, Aux]]:
+            values, after = rows(theta, aux, batch)
+            return values.sum(), (values, after)
+
+        # No row sees another: the gradient of the sum has each run's own.
+        grads, (values, after) = torch.func.grad(summed, has_aux=True)(params)
+        return grads, values, after
+
+    return gradients
+
+
 def stack_carries(carries: Sequence[Carry]) -> Carry:
     """Carries of single runs, or of equal batches of them, as rows; each row of a coordinate's state lies together."""
 

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from l2lopt.core.errors import UserError, above_0
 from l2lopt.core.layout import Params
-from l2lopt.core.phi_rows import losses_of_rows, over_phi, row_of, stack_carries
+from l2lopt.core.phi_rows import gradients_of_rows, losses_of_rows, over_phi, row_of, stack_carries
 from l2lopt.core.seeding import generator
-from l2lopt.core.types import Carry, InnerStep, Loss, Update, detach
+from l2lopt.core.types import Batch, Carry, InnerStep, Loss, Update, detach
 from l2lopt.estimators.base import EstimatorState, MetaGradient, MetaGradientEstimator
-from l2lopt.estimators.window import BlockUpdate
+from l2lopt.estimators.window import BlockUpdate, RowStep
 
 
 class EvolutionStrategies(MetaGradientEstimator):
@@ -38,6 +38,10 @@ class EvolutionStrategies(MetaGradientEstimator):
         persistent: PES instead of ES.
         objective: "loss" or "log-loss".
         rows: Number of runs side by side, at most; None: all. The memory is that of so many.
+        shaping: "standardised": the differences D_p = L(φ + ε_p) − L(φ − ε_p) are divided by the root of their mean
+            square and clipped to ±3, so that problems whose losses differ a hundredfold have an equal say. The
+            result is no estimate of a gradient but a direction, of a size that depends on none of the losses.
+        backend: "compile": the inner steps are one compiled graph for each problem, see `kernels.graph`.
     """
 
     def __init__(
@@ -47,12 +51,15 @@ class EvolutionStrategies(MetaGradientEstimator):
         persistent: bool = False,
         objective: Literal["loss", "log-loss"] = "loss",
         rows: int | None = None,
+        shaping: Literal["none", "standardised"] = "none",
+        backend: Literal["eager", "compile"] = "eager",
     ) -> None:
         for name, count in (("pairs", pairs), ("rows", rows)):
             if count is not None and count < 1:
                 raise UserError(name, expected="at least 1", found=str(count), remedy="change the value")
         above_0("evolution strategies", sigma=sigma)
         self.pairs, self.sigma, self.persistent, self.objective, self.rows = pairs, sigma, persistent, objective, rows
+        self.shaping, self.backend = shaping, backend
 
     def init(self, carry: Carry, phi: Params, seed: int) -> EstimatorState:
         """The seed and the calls so far; persistent: the members' carries and summed perturbations as well."""
@@ -87,7 +94,7 @@ class EvolutionStrategies(MetaGradientEstimator):
             ends.append(self._run(update, loss, some, stack_carries(starts[low : low + count]), steps))
         values = torch.cat([end.values for end in ends])
         xi = {name: state["summed"][name] + e for name, e in noise.items()} if self.persistent else noise
-        weight = (values[:pairs] - values[pairs:-1]) / (2 * pairs * self.sigma**2)
+        weight = self._shaped(values[:pairs] - values[pairs:-1], len(steps)) / (2 * pairs * self.sigma**2)
         gradient = {name: torch.tensordot(weight.to(value), value, 1) for name, value in xi.items()}
         after = row_of(ends[-1].carry, -1)
         finite = all(bool(t.isfinite().all()) for t in (values[-1], after.params, *gradient.values()))
@@ -96,6 +103,14 @@ class EvolutionStrategies(MetaGradientEstimator):
             ran = [row_of(end.carry, index) for end in ends for index in range(len(end.values))]
             kept |= {"carries": stack_carries(ran[:-1]), "summed": xi}
         return MetaGradient(values[-1], gradient, after, ends[-1].losses[:, -1], finite, kept)
+
+    def _shaped(self, differences: Tensor, steps: int) -> Tensor:
+        """The differences of the pairs' meta-losses as they weigh the perturbations."""
+        if self.shaping == "none":
+            return differences
+        size = differences.square().mean().sqrt().clamp(min=1e-12)
+        # Whoever divides by the number of steps then has the same size for runs of any length.
+        return steps * self.sigma * (differences / size).clamp(-3, 3)
 
     def _noise(self, phi: Params, seed: int, call: int) -> Params:
         """The perturbations ε of all pairs, each [P, ...]."""
@@ -111,25 +126,34 @@ class EvolutionStrategies(MetaGradientEstimator):
 
     def _run(self, update: Update, loss: Loss, rules: Params, carry: Carry, steps: Sequence[InnerStep]) -> "_Ends":
         """The runs of some rules, step by step."""
-        fused = update.over_phi if isinstance(update, BlockUpdate) else None
-        update_rows, loss_rows = fused or over_phi(update), losses_of_rows(loss)
-        params, aux, state = carry
-        values, losses = params.new_zeros(len(params)), []
+        values, losses = carry.params.new_zeros(len(carry.params)), []
+        loss_rows, advance = losses_of_rows(loss), None
         for step in steps:
-            theta = params.detach().requires_grad_()
-            measured, aux = loss_rows(theta, aux, step.batch)
-            (grads,) = torch.autograd.grad(measured.sum(), theta)
-            aux = detach(aux)
-            losses.append(measured.detach())
+            advance = advance or self._step(update, loss, carry, step.batch, rules)
+            measured, carry = advance(carry, step.batch, rules)
+            losses.append(measured)
             with torch.no_grad():
-                change, state = update_rows(rules, grads, state, params, loss=losses[-1])
-                params = params + change
                 for target in step.targets:
-                    term, _ = loss_rows(params, aux, target.batch)
+                    term, _ = loss_rows(carry.params, carry.aux, target.batch)
                     term = term.log() if self.objective == "log-loss" else term
                     values = values + target.weight * term.reshape(len(term), -1).mean(1)
-        trajectory = torch.stack(losses) if losses else params.new_zeros(0, *params.shape[:-1])
-        return _Ends(values, Carry(params, aux, state), trajectory)
+        trajectory = torch.stack(losses) if losses else carry.params.new_zeros(0, *carry.params.shape[:-1])
+        return _Ends(values, carry, trajectory)
+
+    def _step(self, update: Update, loss: Loss, carry: Carry, batch: Batch, rules: Params) -> RowStep:
+        """The inner step of the runs."""
+        compiled = self.backend == "compile"
+        if isinstance(update, BlockUpdate) and update.row_steps is not None:
+            return update.row_steps(loss, carry, batch, rules, compiled)
+        gradients, update_rows = gradients_of_rows(loss), over_phi(update)
+
+        def step(carry: Carry, batch: Batch, rules: Params) -> tuple[Tensor, Carry]:
+            grads, losses, aux = gradients(carry.params, carry.aux, batch)
+            with torch.no_grad():
+                change, state = update_rows(rules, grads, carry.state, carry.params, loss=losses)
+                return losses, Carry(carry.params + change, aux, state)
+
+        return step
 
 
 class _Ends(NamedTuple):
@@ -151,6 +175,8 @@ def persistent_evolution_strategies(
     sigma: float = 0.01,
     objective: Literal["loss", "log-loss"] = "loss",
     rows: int | None = None,
+    shaping: Literal["none", "standardised"] = "none",
+    backend: Literal["eager", "compile"] = "eager",
 ) -> EvolutionStrategies:
     """`EvolutionStrategies` whose pairs carry their own runs on: unbiased under truncation."""
-    return EvolutionStrategies(pairs, sigma, True, objective, rows)
+    return EvolutionStrategies(pairs, sigma, True, objective, rows, shaping, backend)

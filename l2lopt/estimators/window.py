@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeAlias
 from torch import Tensor
 
 from l2lopt.core.layout import Params
-from l2lopt.core.types import OptimiserState, Update
+from l2lopt.core.types import Batch, Carry, Loss, OptimiserState, Update
 
 
 class Meeting(NamedTuple):
@@ -83,6 +83,10 @@ Replay: TypeAlias = Callable[[Params, Window, Mapping[str, MeanAdjoint]], BlockA
 AdjointOfMean: TypeAlias = Callable[[Params, Window, Mapping[str, MeanAdjoint], str], Tensor]
 """(φ, window, adjoints of the means after it, "grouping.name") → ∂(meta-loss)/∂(that mean) through the block's
 coordinates, [T, *batch, count], float64."""
+RowStep: TypeAlias = Callable[[Carry, Batch, Params], tuple[Tensor, Carry]]
+"""(carry of rows, the batch of all, φ with a row axis) → losses [R, *batch] and the next carry, in any memory."""
+MakeRowSteps: TypeAlias = Callable[[Loss, Carry, Batch, Params, bool], RowStep]
+"""(loss, carry, batch, φ, whether to compile) → steps of runs like these."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,8 @@ class BlockUpdate:
         at_once: Coordinates times steps that `replay` and `mean_adjoint` are best given at once, from one thread; None
             leaves it to the estimator.
         local: Whether the update obeys the law of locality, see `core.groupings`.
-        over_phi: The same in place for φ with a row axis, see `core.phi_rows`; None leaves it to `vmap`.
+        row_steps: Inner steps of runs with a φ each: (loss, carry, batch, φ) of a first step → steps; it may compile
+            them where the last argument says so. None leaves them to `vmap`.
     """
 
     update: Update
@@ -110,7 +115,7 @@ class BlockUpdate:
     mean_adjoint: AdjointOfMean | None = None
     at_once: int | None = None
     local: bool = True
-    over_phi: Update | None = None
+    row_steps: MakeRowSteps | None = None
 
     def __call__(
         self, phi: Params, grads: Tensor, state: OptimiserState, params: Tensor, *, loss: Tensor | None = None

@@ -17,7 +17,7 @@ from l2lopt.kernels.cpu.replay import refusal_to_replay, replay
 from l2lopt.kernels.cpu.step import CPU, refusal
 from l2lopt.kernels.cpu.workspace import Workspace
 from l2lopt.kernels.fused import FusedOptimiser
-from l2lopt.kernels.phi_rows import FusedOverPhi, FusedPhiRows
+from l2lopt.kernels.phi_rows import FusedOverPhi, FusedPhiRows, RowSteps
 from l2lopt.optimisers import Coordinatewise, Hierarchical, NormalisedMuon, Optimiser
 from l2lopt.optimisers.phi_rows import PhiRows
 
@@ -81,11 +81,11 @@ def block_update(optimiser: Optimiser, backend: str = "auto") -> Update:
     twin, space = fuse(optimiser, backend), Workspace()
     if not isinstance(twin, FusedOptimiser):
         plain = optimiser.update_with
-        return BlockUpdate(plain, plain, local=optimiser.coordinatewise)
+        return BlockUpdate(plain, plain, local=optimiser.coordinatewise, row_steps=RowSteps(plain))
     reference = twin.reference
-    rows = FusedOverPhi(partial(type(twin), reference))
+    rows = RowSteps(reference.update_with, FusedOverPhi(partial(type(twin), reference)))
     if refusal_to_replay(reference) is not None:
-        return BlockUpdate(reference.update_with, twin.update_with_, over_phi=rows)
+        return BlockUpdate(reference.update_with, twin.update_with_, row_steps=rows)
     back: Replay = partial(replay, reference, space=space)
     at_once = None
     if not isinstance(twin, CPU):
@@ -97,7 +97,7 @@ def block_update(optimiser: Optimiser, backend: str = "auto") -> Update:
     adjoint: AdjointOfMean | None = None
     if recorded.has_statistic_adjoint(reference):
         linked, adjoint = (recorded.MEAN,), _adjoint_of_statistic(reference)
-    return BlockUpdate(reference.update_with, twin.update_with_, back, linked, adjoint, at_once, over_phi=rows)
+    return BlockUpdate(reference.update_with, twin.update_with_, back, linked, adjoint, at_once, row_steps=rows)
 
 
 def _adjoint_of_statistic(optimiser: Coordinatewise) -> AdjointOfMean:

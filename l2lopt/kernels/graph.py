@@ -10,6 +10,8 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from l2lopt.core.types import Carry
+
 _log = logging.getLogger("l2lopt")
 WIDER = 16
 """How many times as many numbers what is computed from a tensor must have for the tensor to get memory of its own."""
@@ -201,7 +203,9 @@ def _compiled_graph(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable
         # Inductor keeps on disk only what it has compiled in such a context.
         fake = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
         with tracing(TracingContext(fake)):
-            _compiled[key] = _inductor.compile(graph, list(inputs))
+            # Inputs made fake here have the sizes that they have; those that inductor makes have symbols for them.
+            static = [fake.from_tensor(value, static_shapes=True) for value in inputs]
+            _compiled[key] = _inductor.compile(graph, static)
     return _compiled[key]
 
 
@@ -229,3 +233,12 @@ def _agree(found: Tensor, expected: Tensor, nudged: Tensor) -> bool:
     one, other, third = (value.double().nan_to_num() for value in (found, expected, nudged))
     allowed = 1e3 * torch.finfo(expected.dtype).eps * other.norm() + 10 * (third - other).norm()
     return bool((found.isfinite() == expected.isfinite()).all()) and bool((one - other).norm() <= allowed)
+
+
+def in_order(after: Carry, before: Carry) -> Carry:
+    """The next carry with its names in the order of the last, so that one step's result is the next one's argument."""
+    groups = {kind: {name: after.state.groups[kind][name] for name in own} for kind, own in before.state.groups.items()}
+    coordinates = {name: after.state.coordinates[name] for name in before.state.coordinates}
+    shared = {name: after.state.shared[name] for name in before.state.shared}
+    state = after.state._replace(coordinates=coordinates, groups=groups, shared=shared)
+    return Carry(after.params, {name: after.aux[name] for name in before.aux}, state)

@@ -10,7 +10,7 @@ from l2lopt.core.types import Aux, Batch, Carry, Loss, detach
 from l2lopt.kernels.cpu.hierarchical import FusedHierarchical
 from l2lopt.kernels.cpu.normalised_muon import FusedNormalisedMuon
 from l2lopt.kernels.fused import FusedOptimiser
-from l2lopt.kernels.graph import CompiledFunction
+from l2lopt.kernels.graph import CompiledFunction, in_order
 from l2lopt.kernels.phi_rows import FusedPhiRows
 from l2lopt.optimisers import Optimiser, Scheduled
 
@@ -104,7 +104,7 @@ def _compiled_steps(
         assert plain is not None
         grads, (values, aux) = gradients(carry.params, carry.aux, gathered(samples, index))
         change, state = plain.update(grads, carry.state, carry.params, loss=values)
-        return values, _ordered(Carry(carry.params + change, aux, state), carry)
+        return values, in_order(Carry(carry.params + change, aux, state), carry)
 
     first = () if places is None else (places[0],)
     if plain is not None:
@@ -141,15 +141,6 @@ def _shapes(batch: Batch) -> list[torch.Size]:
 def gathered(samples: Batch, index: Tensor | None) -> Batch:
     """The batches of all rows: samples at the places [S, batch], or what is a batch already."""
     return samples if index is None else pytree.tree_map(lambda leaf: leaf[index], samples)
-
-
-def _ordered(after: Carry, before: Carry) -> Carry:
-    """The next carry with its names in the order of the last, so that one step's result is the next one's argument."""
-    groups = {kind: {name: after.state.groups[kind][name] for name in own} for kind, own in before.state.groups.items()}
-    coordinates = {name: after.state.coordinates[name] for name in before.state.coordinates}
-    shared = {name: after.state.shared[name] for name in before.state.shared}
-    state = after.state._replace(coordinates=coordinates, groups=groups, shared=shared)
-    return Carry(after.params, {name: after.aux[name] for name in before.aux}, state)
 
 
 def _recordable(optimiser: Optimiser) -> Optimiser | None:

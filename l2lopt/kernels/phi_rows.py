@@ -1,17 +1,24 @@
-"""Fused steps of runs side by side whose rules have other meta-parameters: row by row, in place."""
+"""Runs side by side whose rules have other meta-parameters: fused steps row by row, and compiled ones."""
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from l2lopt.core.layout import Layout, Params
-from l2lopt.core.phi_rows import row_of_state
-from l2lopt.core.types import OptimiserState
+from l2lopt.core.phi_rows import gradients_of_rows, over_phi, row_of_state
+from l2lopt.core.types import Batch, Carry, Loss, OptimiserState, Update
+from l2lopt.estimators.window import RowStep
 from l2lopt.kernels.fused import FusedOptimiser
+from l2lopt.kernels.graph import CompiledFunction, NotCompiledError, in_order
 from l2lopt.optimisers import Optimiser
 from l2lopt.optimisers.phi_rows import PhiRows
+
+_log = logging.getLogger("l2lopt")
 
 
 class FusedOverPhi:
@@ -59,6 +66,78 @@ class FusedOverPhi:
             for name, value in state.shared.items()
         }
         return changes, state._replace(shared=joined)
+
+
+class RowSteps:
+    """Makes inner steps of runs with a φ each, eager or compiled; compiled ones are kept for the next runs.
+
+    Args:
+        update: Update of one rule.
+        fused: The same in place for φ with a row axis, which a compiled step does not include; None for rules that the
+            compiler does best with.
+    """
+
+    KEPT = 32
+    """Number of compiled steps that are kept."""
+
+    def __init__(self, update: Update, fused: Update | None = None) -> None:
+        self._update, self._fused = fused or over_phi(update), fused
+        self._compiled: dict[tuple[Any, ...], RowStep] = {}
+
+    def __call__(self, loss: Loss, carry: Carry, batch: Batch, phi: Params, compiled: bool) -> RowStep:
+        """Steps of runs like these.
+
+        Args:
+            loss: Loss of one run.
+            carry: Carry of the rows before a first step, which stays as it is.
+            batch: Batch of that step.
+            phi: Meta-parameters of the rows.
+            compiled: Whether to compile them; they stay eager, and a line says so, where that cannot be done.
+        """
+        if not compiled:
+            return self._eager(loss)
+        shapes = [(leaf.shape, leaf.dtype) for leaf in pytree.tree_leaves((carry.params, batch))]
+        key = (loss, *shapes)
+        if key not in self._compiled:
+            if len(self._compiled) == self.KEPT:
+                del self._compiled[next(iter(self._compiled))]
+            try:
+                self._compiled[key] = self._compile(loss, carry, batch, phi)
+            except NotCompiledError as reason:
+                _log.warning("the inner steps of perturbed rules stay eager: %s", reason)
+                self._compiled[key] = self._eager(loss)
+        return self._compiled[key]
+
+    def _eager(self, loss: Loss) -> RowStep:
+        gradients = gradients_of_rows(loss)
+
+        def step(carry: Carry, batch: Batch, phi: Params) -> tuple[Tensor, Carry]:
+            grads, losses, aux = gradients(carry.params, carry.aux, batch)
+            with torch.no_grad():
+                change, state = self._update(phi, grads, carry.state, carry.params, loss=losses)
+                return losses, Carry(carry.params + change, aux, state)
+
+        return step
+
+    def _compile(self, loss: Loss, carry: Carry, batch: Batch, phi: Params) -> RowStep:
+        gradients = gradients_of_rows(loss)
+        if self._fused is not None:
+            derivative = CompiledFunction(gradients, carry.params, carry.aux, batch)
+
+            def with_fused_update(carry: Carry, batch: Batch, phi: Params) -> tuple[Tensor, Carry]:
+                grads, losses, aux = derivative(carry.params, carry.aux, batch)
+                change, state = self._update(phi, grads, carry.state, carry.params, loss=losses)
+                return losses, Carry(carry.params + change, aux, state)
+
+            return with_fused_update
+
+        def whole(carry: Carry, batch: Batch, phi: Params) -> tuple[Tensor, Carry]:
+            grads, losses, aux = gradients(carry.params, carry.aux, batch)
+            change, state = self._update(phi, grads, carry.state, carry.params, loss=losses)
+            return losses, in_order(Carry(carry.params + change, aux, state), carry)
+
+        found: RowStep = CompiledFunction(whole, carry, batch, phi)
+        return found
 
 
 class FusedPhiRows(Optimiser):

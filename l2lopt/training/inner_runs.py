@@ -43,7 +43,7 @@ class InnerRun(NamedTuple):
         optimisee: The problem that the run has drawn.
         length: T, the number of inner steps after which the run ends.
         layout: The layout of the parameters.
-        scale: c, [n], where the run optimises θ/c; None: it optimises θ.
+        loss: The loss as a function of the flat vector that the run optimises.
         carry: Parameters, aux and optimiser state before the next inner step.
         estimator_state: The estimator's state before the next unroll.
     """
@@ -52,14 +52,9 @@ class InnerRun(NamedTuple):
     optimisee: Optimisee
     length: int
     layout: Layout
-    scale: Tensor | None
+    loss: Loss
     carry: Carry
     estimator_state: EstimatorState
-
-    @property
-    def loss(self) -> Loss:
-        """The loss as a function of the flat vector that the run optimises."""
-        return rescaled(flat_loss(self.optimisee, self.layout), self.scale)
 
 
 class UnrollSummary(NamedTuple):
@@ -116,6 +111,7 @@ class InnerRuns:
         self.positions: list[RunPosition | None] = [None] * count  # None: a new run begins there
         self.runs: dict[int, InnerRun] = {}
         self.begun = 0
+        self._losses: dict[int, Loss] = {}
         self._largest_planned = 0
 
     def unroll(self, meta_update: int) -> list[UnrollSummary]:
@@ -174,7 +170,7 @@ class InnerRuns:
             self._plan(self.runs[index])
         run = self.runs.pop(index)
         count = min(self.settings.truncation or run.length, run.length - position.done)
-        steps = inner_steps(run.optimisee, self.settings.targets, run.seed, position.done, count)
+        steps = inner_steps(run.optimisee, self.settings.targets, run.seed, position.done, count, run.length)
         found = self.estimator(self.update, run.loss, self.optimiser.phi(), run.carry, steps, run.estimator_state)
         update_size = (found.carry.params - run.carry.params).square().mean().sqrt() / count
         ended = not found.finite or position.done + count == run.length
@@ -199,7 +195,9 @@ class InnerRuns:
         length = self.settings.draw_length(generator("length", seed), position.update)
         carry = Carry(flat, aux, self.optimiser.init(layout, like=flat, total_steps=length))
         estimator_state = self.estimator.init(carry, self.optimiser.phi(), seed)
-        return InnerRun(seed, optimisee, length, layout, scale, carry, estimator_state)
+        # One object for all runs of a problem: what is compiled for a loss is found by it.
+        loss = self._losses.setdefault(int(drawn), flat_loss(optimisee, layout))
+        return InnerRun(seed, optimisee, length, layout, rescaled(loss, scale), carry, estimator_state)
 
     def _plan(self, run: InnerRun) -> None:
         """Logs what the largest meta-gradient so far takes, before it is computed.
@@ -211,13 +209,15 @@ class InnerRuns:
         if run.layout.size * count <= self._largest_planned:
             return
         self._largest_planned = run.layout.size * count
-        steps = inner_steps(run.optimisee, self.settings.targets, run.seed, 0, count)
+        steps = inner_steps(run.optimisee, self.settings.targets, run.seed, 0, count, run.length)
         plan = self.estimator.plan(self.update, run.loss, self.optimiser.phi(), run.carry, steps, count)
         if plan is not None:
             _log.info("a meta-gradient of %d steps: %s", count, plan)
 
 
-def inner_steps(optimisee: Optimisee, targets: Targets, seed: int, first: int, count: int) -> Iterator[InnerStep]:
+def inner_steps(
+    optimisee: Optimisee, targets: Targets, seed: int, first: int, count: int, length: int | None = None
+) -> Iterator[InnerStep]:
     """Steps `first` … `first + count − 1` of a run, each with the batches that the meta-loss measures after it.
 
     The inner batches come from the split `inner` if the meta-loss measures held-out samples, else from `train`.
@@ -228,8 +228,9 @@ def inner_steps(optimisee: Optimisee, targets: Targets, seed: int, first: int, c
         seed: The run's seed.
         first: The number of the first step, counted from 0.
         count: The number of steps.
+        length: The number of steps of the whole run, after the last of which its end is measured; None: no end.
     """
-    split: Split = "inner" if targets.heldout else "train"
+    split: Split = "inner" if targets.holds_out else "train"
     batch = optimisee.batch(split, seed, first)
     for step in range(first, first + count):
         measured: list[tuple[Batch, float]] = []
@@ -240,6 +241,13 @@ def inner_steps(optimisee: Optimisee, targets: Targets, seed: int, first: int, c
             measured.append((batch, targets.same))
         if targets.heldout:
             measured.append((optimisee.batch("heldout", seed, step), targets.heldout))
+        if step + 1 == length:
+            # Meta-gradients are divided by the number of steps, and the end is no mean over them.
+            share = count / targets.end_batches
+            for number in range(targets.end_batches if targets.end else 0):
+                measured.append((optimisee.batch(split, seed, step + 1 + number), share * targets.end))
+            for number in range(targets.end_batches if targets.end_heldout else 0):
+                measured.append((optimisee.batch("heldout", seed, step + number), share * targets.end_heldout))
         yield InnerStep(batch, tuple(Target(*pair) for pair in measured))
         batch = following  # the same object: estimators then know that they have its gradient already
 

@@ -28,12 +28,24 @@ class Targets(Settings):
     """The weight of the loss on the batch whose gradient made the update."""
     heldout: NonNegativeFloat = 0.0
     """The weight of the loss on samples that the run's inner steps never see; every run holds out other samples."""
+    end: NonNegativeFloat = 0.0
+    """The weight of the loss on training batches after the run's last step alone, beside the mean over its steps of
+    all the above. What pays at the end of a run is not what pays along it."""
+    end_heldout: NonNegativeFloat = 0.0
+    """The weight of the loss on held-out samples after the run's last step alone."""
+    end_batches: PositiveInt = 4
+    """The number of batches on which each of the two is measured."""
 
     @model_validator(mode="after")
     def _some(self) -> "Targets":
-        if not self.next + self.same + self.heldout:
+        if not self.next + self.same + self.heldout + self.end + self.end_heldout:
             raise ValueError("at least one weight above 0")
         return self
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether some samples are held out from the inner steps."""
+        return bool(self.heldout or self.end_heldout)
 
 
 class UnrollSettings(Settings):

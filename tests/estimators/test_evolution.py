@@ -130,7 +130,7 @@ def test_the_fused_rule_gives_the_same(make):
     layout = task.carry.state.layout
     carry = task.carry._replace(state=rule.init(layout, like=task.carry.params))
     fused = kernels.block_update(rule)
-    assert fused.over_phi is not None
+    assert fused.row_steps is not None
     results = []
     for update in (rule.update_with, fused):
         unroll = make()
