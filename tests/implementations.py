@@ -342,7 +342,6 @@ def changed(choice: Any, **options: Any) -> Any:
 SMALL_MLP = {"name": "mlp", "hidden": [3], "batch_size": 200}
 SAMPLED = {
     "mlp": partial(mlp, (4,), batch_size=300, dtype="float64"),
-    "matrix-factorisation": partial(matrix_factorisation, 8, 6, 2, 3, batch_size=7, dtype="float64"),
     "augmented samples": changed(SMALL_MLP, permuted_pixels=True, label_noise=0.2, train_share=0.4),
     "convnet": partial(convnet, (2, 3), 4, batch_size=300, dtype="float64"),
     "resnet": small_resnet,
@@ -434,6 +433,7 @@ LABELLING = {
 OPTIMISEES = {
     "quadratic": partial(Quadratic, 4, "float64"),
     "quadratic, ill-conditioned, under noise": partial(Quadratic, 4, "float64", condition=50.0, noise=0.3),
+    "matrix-factorisation": partial(matrix_factorisation, 8, 6, 2, 3, batch_size=7, dtype="float64"),
     "rosenbrock": partial(Rosenbrock, 4, dtype="float64"),
     "mlp with batch norm": partial(
         mlp, (4, 3), "gelu", batch_size=20, norm="batch", initialisation="orthogonal", gain=0.7, dtype="float64"

@@ -61,6 +61,22 @@ def test_the_factors_of_the_matrix_have_the_loss_of_its_noise():
     assert float(errors.std()) == pytest.approx(0.3, rel=0.25)
 
 
+def test_the_entries_of_a_matrix_are_divided_like_samples():
+    task = matrix_factorisation(8, 6, 2, 3, batch_size=7, dtype="float64")
+
+    def entries(split, seed):
+        ((batch, _),) = task.evaluation_batches(split, seed)
+        pairs = zip(batch["inputs"].tolist(), batch["targets"].tolist(), strict=True)
+        return {(*place, value) for place, value in pairs}
+
+    assert (len(entries("train", 0)), len(entries("test", 0))) == (24, 24)
+    assert not {place[:2] for place in entries("train", 0)} & {place[:2] for place in entries("test", 0)}
+    for seed in (0, 1):
+        assert entries("inner", seed) | entries("heldout", seed) == entries("train", 0)
+        assert not entries("inner", seed) & entries("heldout", seed)
+    assert entries("heldout", 0) != entries("heldout", 1)
+
+
 @pytest.mark.parametrize(
     "build",
     [
