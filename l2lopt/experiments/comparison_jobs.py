@@ -18,7 +18,7 @@ from l2lopt.core.types import Report, silent
 from l2lopt.evaluation import comparison
 from l2lopt.evaluation.settings import EvaluationSettings
 from l2lopt.evaluation.tuned_runs import OptimiserRun, Problems, check_heldout, optimiser_run
-from l2lopt.experiments import build, runs
+from l2lopt.experiments import build, runs, toml
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import Config
 from l2lopt.experiments.run_cache import FileCache, file_digest, read_run, write_run
@@ -26,7 +26,7 @@ from l2lopt.optimisers import Optimiser
 from l2lopt.parallel import processes
 from l2lopt.parallel.jobs import fingerprint, slug, unique_labels
 from l2lopt.parallel.threads import cpu_threads
-from l2lopt.storage import tensor_file
+from l2lopt.storage import checkpoint
 from l2lopt.weights import files
 from optimisees import OPTIMISEES
 
@@ -220,7 +220,7 @@ def config_of(location: StudyLocation, job: Job) -> Config:
     seed = study.meta_seeds[0] if job.meta_seed is None else job.meta_seed
     source = Path(location.source).parent / contender.config
     changes = [*contender.changes, *study.problems[job.problem].changes, *location.changes]
-    return configs.load(source, [*changes, f"seed={seed}", f"label={contender.label!r}"])
+    return configs.load(source, [*changes, f"seed={seed}", toml.assignment("label", contender.label)])
 
 
 def _settings_of(location: StudyLocation, job: Job) -> EvaluationSettings:
@@ -265,9 +265,9 @@ def remaining_share(job: ResolvedJob) -> float:
     if (folder / "optimiser.safetensors").exists():
         return 0.0
     try:
-        kept, _ = tensor_file.read(folder / "checkpoint.safetensors", "l2lopt.checkpoint", "a checkpoint", "")
+        kept, _ = checkpoint.read(folder / "checkpoint.safetensors")
         return 1 - int(kept["facts"]["update"]) / job.config.meta.updates
-    except UserError:  # none yet, or one that will be refused
+    except (UserError, KeyError, TypeError, ValueError):  # none yet, or one that will be refused
         return 1.0
 
 
