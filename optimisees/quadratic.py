@@ -1,6 +1,7 @@
 """Random quadratics, the first task of Andrychowicz et al. 2016."""
 
 from collections.abc import Iterator
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ class Quadratic(Optimisee):
         device: Device of the tensors.
     """
 
-    def __init__(self, size: int = 10, dtype: str = "float32", device: str = "cpu") -> None:
+    def __init__(self, size: int = 10, dtype: Literal["float32", "float64"] = "float32", device: str = "cpu") -> None:
         if size < 1:
             raise UserError("quadratic: size", expected="at least 1", found=str(size), remedy="change the value")
         self.size, self.dtype, self.device = size, getattr(torch, dtype), device

@@ -1,6 +1,5 @@
 """Typed configs from TOML; `build` makes the objects that they describe."""
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
@@ -13,6 +12,7 @@ from l2lopt.core.errors import UserError
 from l2lopt.core.registry import Choice
 from l2lopt.core.settings import Settings
 from l2lopt.evaluation.settings import EvaluationSettings
+from l2lopt.experiments import toml
 from l2lopt.optimisee import Split
 from l2lopt.storage.run_log import existing
 from l2lopt.training.settings import MetaTrainSettings, UnrollSettings
@@ -115,6 +115,7 @@ def load(
     where, data = _read(source)
     for change in changes:
         _change(data, change, kind)
+    toml.check(where, data)
     try:
         return kind.model_validate(data)
     except ValidationError as error:
@@ -158,10 +159,7 @@ def _read(source: str | Path | Mapping[str, Any] | Settings) -> tuple[str, dict[
     if isinstance(source, Mapping):
         return "config", {key: value for key, value in source.items()}
     path = existing(Path(source), "a config file", "give the path of a TOML file, such as configs/demo.toml")
-    try:
-        return str(path), tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(str(path), expected="a TOML file", found=str(error), remedy="mend that place") from None
+    return str(path), toml.read(path)
 
 
 def _change(data: dict[str, Any], change: str, kind: type[Settings]) -> None:
@@ -172,9 +170,10 @@ def _change(data: dict[str, Any], change: str, kind: type[Settings]) -> None:
         remedy = "write for instance --set unroll.length=200"
         raise UserError("--set", expected="KEY=VALUE", found=repr(change), remedy=remedy)
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text.strip()
+        value = toml.value(text)
+    except ValueError as error:
+        remedy = "pass each with a --set of its own"
+        raise UserError("--set", expected="one KEY=VALUE", found=f"{error}: {change!r}", remedy=remedy) from None
     default = kind.model_fields[above[0]].default if above and above[0] in kind.model_fields else None
     for key in above:
         inner = data.get(key, default if isinstance(default, str) else {})
