@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import rich.table
 import typer
@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from l2lopt.core.errors import UserError
+from l2lopt.core.errors import UserError, printable
 
 if TYPE_CHECKING:
     from l2lopt.core.types import Report
@@ -131,10 +131,10 @@ def train(
             report=report,
         )
     if result.diverged is not None:
-        console.print(f"diverged: the loss was not finite at step {result.diverged}", highlight=False)
-    console.print(f"parameters of step {result.step} of {result.steps}", highlight=False)
+        _say(f"diverged: the loss was not finite at step {result.diverged}")
+    _say(f"parameters of step {result.step} of {result.steps}")
     for name, value in result.metrics.items():
-        console.print(f"test {name}: {value:.5f}", highlight=False)
+        _say(f"test {name}: {value:.5f}")
     _left(experiments.training_files(folder))
 
 
@@ -154,7 +154,7 @@ def sample(
         _left(samples.paint(run, count, seed))
         return
     text = samples.sample(run, prompt, tokens=tokens, temperature=temperature, seed=seed)
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    _say(text)
 
 
 @app.command()
@@ -175,14 +175,28 @@ def weights(
     names = files.list_weights() if which is None else [which]
     for name in names:
         header = files.header(name)
-        rule, training = header["optimiser"], header["training"]
-        kind = rule.get("cell", "lstm") if rule["name"] == "coordinatewise" else rule["name"]
-        cost = [f"{training[key]:,.0f} {what}" for key, what in _COSTS.items() if key in training]
-        console.print(f"{name}: {kind}; {', '.join(cost)}", highlight=False, soft_wrap=True)
-        for label, rows in (training.get("comparisons", {}) if which else {}).items():
-            from l2lopt.evaluation import tables  # half a second that the list of names has no use for
+        try:
+            _show_weights(name, header, which is not None)
+        except (
+            TypeError,
+            ValueError,
+            LookupError,
+            AttributeError,
+        ) as error:  # someone else may have written the header
+            found, remedy = f"others ({error})", "get the file again"
+            raise UserError(name, expected="facts of a meta-training", found=found, remedy=remedy) from None
 
-            _print(tables.published_table(label, rows))
+
+def _show_weights(name: str, header: Mapping[str, Any], whole: bool) -> None:
+    """What a file of weights is and what it cost; its comparisons as well where the `whole` is asked for."""
+    rule, training = header["optimiser"], header["training"]
+    kind = rule.get("cell", "lstm") if rule["name"] == "coordinatewise" else rule["name"]
+    cost = [f"{training[key]:,.0f} {what}" for key, what in _COSTS.items() if key in training]
+    _say(f"{name}: {kind}; {', '.join(cost)}")
+    for label, rows in (training.get("comparisons", {}) if whole else {}).items():
+        from l2lopt.evaluation import tables  # half a second that the list of names has no use for
+
+        _print(tables.published_table(label, rows))
 
 
 _COSTS = {"meta_updates": "meta-updates", "inner_steps": "inner steps", "seconds": "seconds of meta-training"}
@@ -205,7 +219,7 @@ def reproduce(
         paths = comparison_study.reproduce(
             study, folder, changes=_changes(changes, None, device), jobs=jobs, report=report
         )
-    console.print(paths[0].read_text(encoding="utf-8"), markup=False, highlight=False, soft_wrap=True)
+    _say(paths[0].read_text(encoding="utf-8"))
     _left(paths)
 
 
@@ -273,29 +287,28 @@ def main() -> None:
 
 def _fail(message: str, code: int = 2) -> None:
     where = "l2lopt" if _RANK is None else f"l2lopt, rank {_RANK}"
-    errors.print(f"{where}: {message}", markup=False, highlight=False)
+    errors.print(f"{where}: {printable(message)}", markup=False, highlight=False)
     sys.exit(code)
 
 
 def _changes(changes: list[str] | None, seed: int | None, device: str | None) -> list[str]:
-    return [
-        *(changes or []),
-        *([f"seed={seed}"] if seed is not None else []),
-        *([f'device="{device}"'] if device is not None else []),
-    ]
+    from l2lopt.storage import toml_file
+
+    given = {"seed": seed, "device": device}
+    return [*(changes or []), *(toml_file.assignment(key, value) for key, value in given.items() if value is not None)]
 
 
 @contextmanager
 def _progress() -> "Iterator[Report]":
     """A bar per stage with current figures and time left; off a terminal, a line per stage now and then."""
     columns = (
-        TextColumn("{task.description:<22}"),
+        TextColumn("{task.description:<22}", markup=False),
         BarColumn(bar_width=24),
         TextColumn("{task.completed}/{task.total}"),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[figures]}"),
+        TextColumn("{task.fields[figures]}", markup=False),
     )
     bars: dict[str, TaskID] = {}
     tenths: dict[str, int] = {}
@@ -303,7 +316,8 @@ def _progress() -> "Iterator[Report]":
     with Progress(*columns, console=console, disable=quiet, speed_estimate_period=period) as progress, _told():
 
         def report(stage: str, done: int, total: int, figures: Mapping[str, float]) -> None:
-            shown = "  ".join(f"{name} {value:.4g}" for name, value in list(figures.items())[:3])
+            stage = printable(stage)
+            shown = printable("  ".join(f"{name} {value:.4g}" for name, value in list(figures.items())[:3]))
             if stage not in bars:
                 bars[stage] = progress.add_task(stage, total=total, completed=done, figures=shown)
             elif done < progress.tasks[bars[stage]].completed:  # once more from the start
@@ -313,8 +327,7 @@ def _progress() -> "Iterator[Report]":
                 tenths[stage] = tenth
                 left = progress.tasks[bars[stage]].time_remaining
                 told = f"  left {timedelta(seconds=ceil(left))}" if left else ""
-                line = f"{stage}: {done}/{total}  {shown}{told}"
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
+                _say(f"{stage}: {done}/{total}  {shown}{told}")
 
         yield report
 
@@ -325,7 +338,7 @@ def _told() -> Iterator[None]:
 
     class Lines(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            console.print(record.getMessage(), markup=False, highlight=False, soft_wrap=True)
+            _say(record.getMessage())
 
     logger, lines = logging.getLogger("l2lopt"), Lines(logging.INFO)
     before = logger.level
@@ -342,14 +355,15 @@ def _print(table: "Table") -> None:
     """A table in the terminal, the first column to the left and numbers to the right."""
     from l2lopt.report.tables import spans
 
-    shown = rich.table.Table(title=escape(table.title) or None, title_justify="left")
+    shown = rich.table.Table(title=escape(printable(table.title)) or None, title_justify="left")
     for number, column in enumerate(table.columns):
-        shown.add_column(escape(column), justify="right" if number else "left")
+        shown.add_column(escape(printable(column)), justify="right" if number else "left")
     for row in table.rows:
-        shown.add_row(*(Text.assemble(*((text, "bold" if bold else "") for text, bold in spans(cell))) for cell in row))
+        parts = ([(printable(text), "bold" if bold else "") for text, bold in spans(cell)] for cell in row)
+        shown.add_row(*(Text.assemble(*own) for own in parts))
     console.print(shown)
     for note in (*table.notes, *([table.legend] if table.legend else [])):
-        console.print("".join(text for text, _ in spans(note)), markup=False, highlight=False, soft_wrap=True)
+        _say("".join(text for text, _ in spans(note)))
 
 
 def _show(result: "Evaluation") -> None:
@@ -360,13 +374,16 @@ def _show(result: "Evaluation") -> None:
         _print(tables.loss_table(result, split))
     diverged = {row.optimiser: row.diverged for row in result.table if row.diverged}
     if diverged:
-        console.print(
-            "diverged runs: " + ", ".join(f"{name} {count}" for name, count in diverged.items()), markup=False
-        )
+        _say("diverged runs: " + ", ".join(f"{name} {count}" for name, count in diverged.items()))
     for warning in result.warnings:
-        console.print(f"warning: {warning}", markup=False, highlight=False)
+        _say(f"warning: {warning}")
 
 
 def _left(paths: list[Path]) -> None:
     for path in paths:
-        console.print(os.fspath(path), markup=False, highlight=False, soft_wrap=True)
+        _say(os.fspath(path))
+
+
+def _say(text: str) -> None:
+    """A text as it is: what looks like markup is none, and control characters do not reach the terminal."""
+    console.print(printable(text, but="\n\t"), markup=False, highlight=False, soft_wrap=True)

@@ -39,6 +39,10 @@ class StepInfo(NamedTuple):
     figures: Mapping[str, float] = {}
 
 
+MODEL = "model.safetensors"
+"""Name of the file in a run's folder that holds the trained parameters."""
+
+
 class SavedRun(NamedTuple):
     """A finished training, as its folder holds it.
 

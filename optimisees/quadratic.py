@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ class Quadratic(Optimisee):
     def __init__(
         self,
         size: int = 10,
-        dtype: str = "float32",
+        dtype: Literal["float32", "float64"] = "float32",
         device: str = "cpu",
         condition: float | None = None,
         noise: float = 0.0,

@@ -6,7 +6,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from l2lopt.cells.cell import Cell, CellState
+from l2lopt.cells.cell import Cell, CellState, check_sizes
 from l2lopt.cells.coupled_gru import CoupledGRU
 from l2lopt.cells.fastgrnn import FastGRNN, FastGRNNCore
 from l2lopt.cells.gru import GRU, GRUCore
@@ -18,11 +18,13 @@ from l2lopt.cells.sru import SRU, SRUCore
 from l2lopt.cells.stacked import Stacked
 from l2lopt.cells.t_lstm import TLSTM, TLSTMCore
 from l2lopt.core import registry
+from l2lopt.core.errors import few
 from l2lopt.core.registry import Choice
 
 
 def stacked(input_size: int, hidden_size: int, cell: Choice = "lstm", layers: int = 2) -> Stacked:
     """`layers` cells of one choice on top of one another, each with `hidden_size` features."""
+    few("stacked", layers=layers)
     sizes = [input_size, *[hidden_size] * layers]
     return Stacked([build(cell, n, hidden_size) for n in sizes[:layers]])
 
@@ -71,6 +73,7 @@ def make(name: str, input_size: int, hidden_size: int, **options: Any) -> Cell:
     Raises:
         UserError: For an unknown name or option; it lists the known ones.
     """
+    check_sizes(input_size, hidden_size)
     table = CELLS | PAIR_CELLS
     cell: Cell = registry.make(table, "cell", name, input_size=input_size, hidden_size=hidden_size, **options)
     return cell
@@ -78,7 +81,9 @@ def make(name: str, input_size: int, hidden_size: int, **options: Any) -> Cell:
 
 def build(choice: Choice, input_size: int, hidden_size: int) -> Cell:
     """Builds the cell of a choice: a name in `CELLS`, or a mapping of its name and options."""
-    cell: Cell = registry.build(CELLS, "cell", choice, input_size=input_size, hidden_size=hidden_size)
+    check_sizes(input_size, hidden_size)
+    made = registry.build(CELLS, "cell", choice, input_size=input_size, hidden_size=hidden_size)
+    cell: Cell = registry.checked_kind("cell", choice, made, Cell)
     return cell
 
 

@@ -13,6 +13,13 @@ CellState: TypeAlias = dict[str, Tensor]
 """Name → [size, ...]: what the cell hands from one time step to the next."""
 
 
+def check_sizes(input_size: int, hidden_size: int) -> None:
+    """Refuses sizes below 1, before anything is divided by them."""
+    for name, size in (("input_size", input_size), ("hidden_size", hidden_size)):
+        if size < 1:
+            raise UserError(f"cell: {name}", expected="at least 1", found=str(size), remedy="give a positive size")
+
+
 class Cell(nn.Module, ABC):
     """One time step of a recurrent network, the same function for every column.
 
@@ -38,9 +45,7 @@ class Cell(nn.Module, ABC):
 
     def __init__(self, input_size: int, hidden_size: int, state: Mapping[str, int]) -> None:
         super().__init__()
-        for name, size in (("input_size", input_size), ("hidden_size", hidden_size)):
-            if size < 1:
-                raise UserError(f"cell: {name}", expected="at least 1", found=str(size), remedy="give a positive size")
+        check_sizes(input_size, hidden_size)
         self.input_size, self.hidden_size = input_size, hidden_size
         self.state_sizes = dict(state)
 

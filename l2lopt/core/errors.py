@@ -1,10 +1,14 @@
 """The one exception for user mistakes: what was expected, what came, what to do."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import partial
 from typing import Any
+
+MANY = 10_000
+"""The most parts, such as layers, that anything is made of: beyond, making them would take hours."""
 
 
 class UserError(ValueError):
@@ -25,11 +29,34 @@ class UserError(ValueError):
     def __init__(self, where: str, *, expected: str, found: str, remedy: str) -> None:
         self.where, self.expected, self.found, self.remedy = where, expected, found, remedy
         text = f"{where}: expected {expected}, found {found}; {remedy}"
-        super().__init__(" ".join(text.split()))
+        super().__init__(printable(" ".join(text.split())))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """So that it can come from another process."""
         return partial(UserError, expected=self.expected, found=self.found, remedy=self.remedy), (self.where,)
+
+
+def printable(text: str, but: str = "") -> str:
+    r"""A text in which every character that is not printed stands as its escape, but for those in `but`.
+
+    Names in files from elsewhere may hold control sequences, which would act on the terminal that shows them.
+
+    Example:
+        >>> from l2lopt.core.errors import printable
+        >>> print(printable("red: \x1b[31m"))
+        red: \x1b[31m
+    """
+    return "".join(c if c.isprintable() or c in but else c.encode("unicode_escape").decode() for c in text)
+
+
+@contextmanager
+def within(where: str) -> Iterator[None]:
+    """Puts `where` before the subject of every `UserError` of the block, such as the file that a mistake is in."""
+    try:
+        yield
+    except UserError as error:
+        rest = {"expected": error.expected, "found": error.found, "remedy": error.remedy}
+        raise UserError(f"{where}: {error.where}", **rest) from None
 
 
 def at_least_0(where: str, **values: float) -> None:
@@ -55,6 +82,14 @@ def finite(where: str, **values: float) -> None:
         if not abs(value) < math.inf:
             remedy = "change the value"
             raise UserError(f"{where}: {name}", expected="a finite number", found=str(value), remedy=remedy)
+
+
+def few(where: str, **values: int) -> None:
+    """Refuses numbers of parts, made one after the other, that are not from 1 to `MANY`, each under its own name."""
+    for name, value in values.items():
+        if not 1 <= value <= MANY:
+            expected = f"from 1 to {MANY}"
+            raise UserError(f"{where}: {name}", expected=expected, found=str(value), remedy="change the value")
 
 
 def did_you_mean(name: str, known: Iterable[str], older: Iterable[str] = ()) -> str:

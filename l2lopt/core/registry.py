@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from l2lopt.core.errors import UserError, did_you_mean
+from l2lopt.core.memory import watched
 
 Table: TypeAlias = Mapping[str, Callable[..., Any]]
 Choice: TypeAlias = str | dict[str, Any]
@@ -46,7 +47,8 @@ def make(table: Table, kind: str, name: str, /, **options: Any) -> Any:
         options: Keyword arguments of the entry.
 
     Raises:
-        UserError: For an unknown name or option, a missing one, or one of the wrong type.
+        UserError: For an unknown name or option, a missing one, one of the wrong type, and for a tensor that would not
+            fit into the memory.
 
     Example:
         >>> from l2lopt.core import registry
@@ -56,8 +58,10 @@ def make(table: Table, kind: str, name: str, /, **options: Any) -> Any:
         NormalDist(mu=0.0, sigma=2.0)
     """
     name, options = _current_spelling(table, name, options)
-    entry = find(table, kind, name)
-    return entry(**_check(f"{kind} {name!r}", _options_model(entry), options))
+    entry, where = find(table, kind, name), f"{kind} {name!r}"
+    checked = _check(where, _options_model(entry), options)
+    with watched(where):
+        return entry(**checked)
 
 
 def find(table: Table, kind: str, name: str) -> Callable[..., Any]:
@@ -143,6 +147,25 @@ def build(table: Table, kind: str, choice: Choice, /, **extra: Any) -> Any:
             f"{kind} {name!r}", expected=f"no {option} here", found=option, remedy="drop the key: it is set for you"
         )
     return make(table, kind, name, **options, **_taken(table, kind, name, extra))
+
+
+def checked_kind(kind: str, choice: Choice, made: Any, wanted: type[Any]) -> Any:
+    """What a choice has made, if it is of the kind that was asked for; a module's function may make anything.
+
+    Args:
+        kind: Noun for the table's entries in error messages.
+        choice: Choice that was built.
+        made: Object that it has made.
+        wanted: Class of which it must be.
+
+    Raises:
+        UserError: For an object of another class.
+    """
+    if not isinstance(made, wanted):
+        name = choice if isinstance(choice, str) else choice.get("name")
+        expected, found, remedy = f"a {wanted.__name__}", f"a {type(made).__name__}", "name one that makes it"
+        raise UserError(f"{kind} {name!r}", expected=expected, found=found, remedy=remedy)
+    return made
 
 
 def _old_names(table: Table) -> dict[str, str]:

@@ -1,17 +1,16 @@
 """What a blockwise meta-gradient will take, known before it is begun."""
 
-import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 import torch
 
 from l2lopt.core.errors import UserError
+from l2lopt.core.memory import available_memory as available_memory  # for those who plan
+from l2lopt.core.memory import format_bytes
 
 Result = TypeVar("Result")
 
@@ -74,40 +73,16 @@ class Plan:
             )
         raise UserError(
             f"a window of {self.window} steps",
-            expected=f"at most {_gb(self.available)} of memory",
-            found=f"a need of {_gb(self.memory)} ({_gb(self.record)} for the record)",
+            expected=f"at most {format_bytes(self.available)} of memory",
+            found=f"a need of {format_bytes(self.memory)} ({format_bytes(self.record)} for the record)",
             remedy=remedy,
         )
 
     def __str__(self) -> str:
-        where = "in files" if self.spilt else f"of {_gb(self.available)} free"
+        where = "in files" if self.spilt else f"of {format_bytes(self.available)} free"
         time = f"{self.seconds:.2g} s" if self.seconds < 100 else f"{self.seconds / 60:.0f} min"
-        return f"record {_gb(self.record)} ({self.vectors} vectors) {where}, state {_gb(self.state)}, about {time}"
-
-
-def available_memory(device: torch.device) -> int:
-    """Free memory in bytes, on the device, or this process's share of the machine's (torchrun's LOCAL_WORLD_SIZE)."""
-    if device.type == "cuda":  # what PyTorch keeps for itself is free, too
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + kept
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-        free = found["MemAvailable"]
-    except (OSError, KeyError, ValueError):  # not Linux
-        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(min(free, _allowed())) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def _allowed(folder: Path = Path("/sys/fs/cgroup")) -> float:
-    """What a container or a batch system leaves of its limit (cgroup v2), in bytes; infinity without one."""
-    try:
-        limit, used = ((folder / name).read_text().strip() for name in ("memory.max", "memory.current"))
-        held = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        # The page cache counts as used, but its inactive part is given back when memory is short.
-        return math.inf if limit == "max" else int(limit) - int(used) + int(held.get("inactive_file", 0))
-    except (OSError, ValueError):
-        return math.inf
+        record, state = format_bytes(self.record), format_bytes(self.state)
+        return f"record {record} ({self.vectors} vectors) {where}, state {state}, about {time}"
 
 
 @contextmanager
@@ -125,10 +100,6 @@ def activations() -> Iterator[list[int]]:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         yield found
     found.extend(sizes.values())
-
-
-def _gb(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
 def seconds_of(function: Callable[[], Result]) -> tuple[float, Result]:

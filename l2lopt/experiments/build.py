@@ -19,6 +19,7 @@ from l2lopt.estimators import MetaGradientEstimator
 from l2lopt.evaluation.free_runs import run_groups
 from l2lopt.experiments import from_python
 from l2lopt.experiments.config import Config, TrainConfig
+from l2lopt.experiments.size_check import check_sizes
 from l2lopt.optimisee import Optimisee
 from l2lopt.optimisers import Optimiser
 from l2lopt.torch_optim.learned_optimizer import LearnedOptimizer
@@ -85,11 +86,14 @@ def build(config: Config, given: Sequence[Optimisee] = ()) -> Experiment:
         for made, choice in zip(from_python.matched(given, choices, place), choices, strict=True)
     ]
     optimiser = optimisers.build(config.optimiser, optimisers.LEARNED, seed=seed_of("optimiser", config.seed))
-    estimator = registry.build(estimators.ESTIMATORS, "estimator", config.unroll.estimator)
+    made = registry.build(estimators.ESTIMATORS, "estimator", config.unroll.estimator)
+    estimator = registry.checked_kind("estimator", config.unroll.estimator, made, MetaGradientEstimator)
     config.evaluation.checked_horizons()
     for baseline in config.evaluation.baselines:
         baseline.build(baseline.rates[0], config.evaluation.steps)
-    return Experiment(config, problems, match_dtype(optimiser, problems).to(place), estimator)
+    optimiser = match_dtype(optimiser, problems).to(place)
+    check_sizes(config, problems, optimiser, estimator)
+    return Experiment(config, problems, optimiser, estimator)
 
 
 def match_dtype(optimiser: Optimiser, problems: Sequence[Optimisee]) -> Optimiser:

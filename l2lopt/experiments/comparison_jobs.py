@@ -26,11 +26,11 @@ from l2lopt.optimisers import Optimiser
 from l2lopt.parallel import processes
 from l2lopt.parallel.jobs import fingerprint, slug, unique_labels
 from l2lopt.parallel.threads import cpu_threads
-from l2lopt.storage import tensor_file
+from l2lopt.storage import checkpoint, toml_file
 from l2lopt.weights import files
 from optimisees import OPTIMISEES
 
-FORMAT = 2
+FORMAT = 3
 """Number of what a free run is: raised when runs of equal settings become others, so that old ones are made anew."""
 
 
@@ -220,7 +220,7 @@ def config_of(location: StudyLocation, job: Job) -> Config:
     seed = study.meta_seeds[0] if job.meta_seed is None else job.meta_seed
     source = Path(location.source).parent / contender.config
     changes = [*contender.changes, *study.problems[job.problem].changes, *location.changes]
-    return configs.load(source, [*changes, f"seed={seed}", f"label={contender.label!r}"])
+    return configs.load(source, [*changes, f"seed={seed}", toml_file.assignment("label", contender.label)])
 
 
 def _settings_of(location: StudyLocation, job: Job) -> EvaluationSettings:
@@ -265,9 +265,9 @@ def remaining_share(job: ResolvedJob) -> float:
     if (folder / "optimiser.safetensors").exists():
         return 0.0
     try:
-        kept, _ = tensor_file.read(folder / "checkpoint.safetensors", "l2lopt.checkpoint", "a checkpoint", "")
+        kept, _ = checkpoint.read(folder / "checkpoint.safetensors")
         return 1 - int(kept["facts"]["update"]) / job.config.meta.updates
-    except UserError:  # none yet, or one that will be refused
+    except (UserError, KeyError, TypeError, ValueError):  # none yet, or one that will be refused
         return 1.0
 
 

@@ -1,7 +1,6 @@
 """Studies: optimisers × problems × meta-seeds as one table that anyone can make again."""
 
 import logging
-import tomllib
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -28,6 +27,7 @@ from l2lopt.experiments.training_study import TrainingStudy
 from l2lopt.parallel import processes
 from l2lopt.parallel.jobs import run_jobs, slug
 from l2lopt.storage.run_log import write_json, write_text
+from l2lopt.storage.toml_file import read_toml
 
 
 class JobResult(NamedTuple):
@@ -63,10 +63,7 @@ def load(source: str | Path) -> Study | TrainingStudy:
         UserError: For a missing file, one that is not TOML, or a mistake in it.
     """
     path = study_path(source)
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(str(path), expected="a TOML file", found=str(error), remedy="mend that place") from None
+    data = read_toml(path, "a study's file", "give its path")
     if training_study.describes(data):
         return training_study.parse(data, str(path))
     try:
@@ -116,6 +113,7 @@ def reproduce(
         location = StudyLocation(study, str(path), str(folder), tuple(changes))
         planned = list(comparison_jobs.all_jobs(location))
         _check_names(location)
+        processes.on_first(lambda: run_folder.writable(Path(folder)))
         _forecast(location, planned, jobs)
         if jobs > 1 and processes.ranks() > 1:
             raise UserError("jobs", expected="1 under torchrun", found=str(jobs), remedy="drop --jobs, or torchrun")

@@ -1,6 +1,5 @@
 """Typed configs from TOML; `build` makes the objects that they describe."""
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
@@ -14,6 +13,7 @@ from l2lopt.core.registry import Choice
 from l2lopt.core.settings import Settings
 from l2lopt.evaluation.settings import EvaluationSettings
 from l2lopt.optimisee import Split
+from l2lopt.storage import toml_file
 from l2lopt.storage.run_log import existing
 from l2lopt.storage.toml_file import read_toml
 from l2lopt.training.settings import MetaTrainSettings, UnrollSettings
@@ -116,6 +116,7 @@ def load(
     where, data = _read(source)
     for change in changes:
         _change(data, change, kind)
+    toml_file.check(where, data)
     try:
         return kind.model_validate(data)
     except ValidationError as error:
@@ -170,9 +171,10 @@ def _change(data: dict[str, Any], change: str, kind: type[Settings]) -> None:
         remedy = "write for instance --set unroll.length=200"
         raise UserError("--set", expected="KEY=VALUE", found=repr(change), remedy=remedy)
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text.strip()
+        value = toml_file.value(text)
+    except ValueError as error:
+        remedy = "pass each with a --set of its own"
+        raise UserError("--set", expected="one KEY=VALUE", found=f"{error}: {change!r}", remedy=remedy) from None
     default = kind.model_fields[above[0]].default if above and above[0] in kind.model_fields else None
     for key in above:
         inner = data.get(key, default if isinstance(default, str) else {})

@@ -6,6 +6,7 @@ compared with the table, and what differs is said.
 """
 
 import hashlib
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 import optimisees
 from l2lopt import optimisers
+from l2lopt.core.digest import bytes_of
 from l2lopt.core.errors import UserError
 from l2lopt.core.layout import Layout
 from l2lopt.core.registry import Choice
@@ -177,7 +179,7 @@ def _choice(optimiser: Any) -> Any:
     named = isinstance(optimiser, str) and optimiser in {**optimisers.OPTIMISERS, **TORCH}
     if named or not isinstance(optimiser, str | Path):
         return optimiser
-    if Path(optimiser).is_dir():
+    if os.path.isdir(optimiser):
         return {"weights": str(Path(optimiser) / "optimiser.safetensors")}
     is_weights = isinstance(optimiser, Path) or optimiser.endswith(".safetensors") or optimiser in files.list_weights()
     return {"weights": str(optimiser)} if is_weights else optimiser
@@ -207,7 +209,7 @@ def _digest(tree: Any) -> str:
     for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, Tensor):
             found.update(f"{leaf.dtype} {list(leaf.shape)}".encode())
-            found.update(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+            found.update(bytes_of(leaf))
         else:
             found.update(repr(leaf).encode())
     return found.hexdigest()

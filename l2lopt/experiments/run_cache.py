@@ -7,18 +7,20 @@ is not finite is null in the file and NaN when it is read again.
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from l2lopt.core.digest import opened
 from l2lopt.evaluation.free_runs import Curves
+from l2lopt.evaluation.settings import SPLITS
 from l2lopt.evaluation.tuned_runs import Choices, OptimiserRun, TunedRun, choice_facts
 from l2lopt.storage.run_log import write_json
 
-_UNREADABLE = (OSError, ValueError, KeyError, TypeError)
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError)
 """The errors of reading a file that is absent or damaged: it is made anew."""
 
 
@@ -47,17 +49,16 @@ class FileCache:
         text = json.dumps({**self.work, **work}, sort_keys=True)
         path = self.folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
         try:
-            stored = json.loads(path.read_text(encoding="utf-8"))
+            stored = opened(json.loads(path.read_text(encoding="utf-8")))
             # The name has a part of the hash only, so the file itself says what it was made from.
             if stored["work"] == text:
-                losses = {split: _tensor(rows) for split, rows in stored["losses"].items()}
-                return Curves(stored["steps"], losses, _tensor(stored["first"]), stored["seconds"])
+                return _curves(stored, work.get("splits", ()))
         except _UNREADABLE:
             pass
         curves = make()
         rows = {split: losses.tolist() for split, losses in curves.losses.items()}
         facts = {"steps": curves.steps, "losses": rows, "first": curves.first.tolist(), "seconds": curves.seconds}
-        write_json(path, {"work": text, **facts})
+        write_json(path, {"work": text, **facts}, seal=True)
         return curves
 
 
@@ -77,7 +78,7 @@ def write_run(path: Path, work: Mapping[str, Any], run: OptimiserRun) -> None:
         "chosen": choice_facts(run.chosen),
         "cut": run.cut,
     }
-    write_json(path, {"work": work, **facts, "first": run.first.tolist(), "losses": losses})
+    write_json(path, {"work": work, **facts, "first": run.first.tolist(), "losses": losses}, seal=True)
 
 
 def read_run(path: Path, work: Mapping[str, Any]) -> OptimiserRun | None:
@@ -88,19 +89,22 @@ def read_run(path: Path, work: Mapping[str, Any]) -> OptimiserRun | None:
         work: Facts that the run is to depend on.
     """
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
+        facts = opened(json.loads(path.read_text(encoding="utf-8")))
         # Through JSON, as the file went: tuples have become lists there, and keys strings.
         if facts["work"] != json.loads(json.dumps(work)):
             return None
+        first = _tensor(facts["first"])
         losses: dict[Any, dict[int, Tensor]] = {
-            split: {int(step): _tensor(row) for step, row in steps.items()} for split, steps in facts["losses"].items()
+            split: {int(step): _tensor(facts["losses"][split][step], len(first)) for step in facts["losses"][split]}
+            for split in SPLITS
         }
         chosen: Choices = {
             split: {int(horizon): TunedRun(**tuned) for horizon, tuned in by_horizon.items()}
             for split, by_horizon in facts["chosen"].items()
         }
-        first, rest = _tensor(facts["first"]), (facts["warnings"], facts["cut"])
-        return OptimiserRun(facts["kind"], losses, first, facts["seconds"], chosen, *rest)
+        _check(losses, facts)
+        rest = float(facts["seconds"]), chosen, list(map(str, facts["warnings"])), bool(facts["cut"])
+        return OptimiserRun(facts["kind"], losses, first, *rest)
     except _UNREADABLE:
         return None
 
@@ -110,8 +114,44 @@ def file_digest(path: Path) -> str | None:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
 
 
-def _tensor(rows: Any) -> Tensor:
-    return torch.tensor(_with_nan(rows))
+def _curves(stored: Mapping[str, Any], splits: Sequence[str]) -> Curves:
+    """The curves of a file, with those of each of the splits among them.
+
+    Raises:
+        ValueError: For parts that do not fit one another, as in a damaged file without a digest.
+    """
+    steps, first = list(map(int, stored["steps"])), _tensor(stored["first"])
+    losses: dict[Any, Tensor] = {
+        split: _tensor(stored["losses"][split], len(steps), len(first)) for split in splits or stored["losses"]
+    }
+    return Curves(steps, losses, first, float(stored["seconds"]))
+
+
+def _check(losses: Mapping[Any, Mapping[int, Tensor]], facts: Mapping[str, Any]) -> None:
+    """Refuses a run without the losses that its comparison reads.
+
+    Raises:
+        ValueError: If some are missing, as in a damaged file without a digest.
+    """
+    if facts["kind"] not in ("learned", "baseline"):
+        raise ValueError(f"a run of the kind {facts['kind']!r}")
+    evaluation = facts["work"].get("evaluation") or {}
+    needed = {0, *evaluation.get("horizons", ()), *([evaluation["steps"]] if "steps" in evaluation else ())}
+    for split, steps in losses.items():
+        if needed - steps.keys():
+            raise ValueError(f"no {split} loss at {sorted(needed - steps.keys())}")
+
+
+def _tensor(rows: Any, *shape: int) -> Tensor:
+    """Numbers as a tensor.
+
+    Raises:
+        ValueError: For one of another shape, where a shape is given.
+    """
+    found = torch.tensor(_with_nan(rows), dtype=torch.float32)
+    if shape and found.shape != shape:
+        raise ValueError(f"shape {tuple(found.shape)} where {shape} belongs")
+    return found
 
 
 def _with_nan(rows: Any) -> Any:

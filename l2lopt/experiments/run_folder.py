@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryFile
+from types import NoneType
 from typing import Any
 
 import optimisees
@@ -15,7 +16,7 @@ from l2lopt.evaluation.comparison import Evaluation
 from l2lopt.evaluation.tuned_runs import choice_facts
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import Config, TrainConfig
-from l2lopt.optimisee import SavedRun
+from l2lopt.optimisee import MODEL, SavedRun
 from l2lopt.report import figures
 from l2lopt.storage import tensor_file
 from l2lopt.storage.run_log import existing, write_json, written_whole
@@ -27,13 +28,27 @@ _FILES = (
     "optimiser.safetensors",
     "evaluation.csv",
     "evaluation.json",
-    "model.safetensors",
+    MODEL,
     "result.json",
     "events.out.tfevents.*",
     "figures/loss-curves.*",
     "figures/training-curve.*",
 )
 """Patterns of the files that every run may leave; `Optimisee.artefact_files` has those of its application."""
+
+
+_FACTS = {
+    "label": str,
+    "optimisee": (str, dict),
+    "optimiser": (str, dict),
+    "seed": int,
+    "step": int,
+    "steps": int,
+    "diverged": (int, NoneType),
+    "metrics": dict,
+    "watched": dict,
+}
+"""Fields of the header of `model.safetensors`, and the types of their values."""
 
 
 def claim(folder: Path, overwrite: bool, resume: bool, artefacts: Sequence[str] = ()) -> Path:
@@ -63,13 +78,28 @@ def claim(folder: Path, overwrite: bool, resume: bool, artefacts: Sequence[str] 
             patterns = {*_FILES, *optimisees.artefact_files(), *artefacts}
             for path in list(chain.from_iterable(map(folder.glob, sorted(patterns)))):
                 path.unlink(missing_ok=True)
-        folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=folder):  # it can be written in
-            pass
     except OSError as error:
-        found = error.strerror or str(error)
-        raise UserError(str(folder), expected="a folder to write in", found=found, remedy=another) from None
-    return folder
+        raise _not_writable(folder, error) from None
+    return writable(folder)
+
+
+def writable(folder: Path) -> Path:
+    """A folder that can be written in, made if need be.
+
+    Raises:
+        UserError: For one that cannot.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise _not_writable(folder, error) from None
+
+
+def _not_writable(folder: Path, error: OSError) -> UserError:
+    found, remedy = error.strerror or str(error), "choose another --run"
+    return UserError(str(folder), expected="a folder to write in", found=found, remedy=remedy)
 
 
 def training_config(folder: Path) -> TrainConfig | None:
@@ -91,10 +121,11 @@ def saved(folder: Path, what: str) -> tuple[Choice, SavedRun]:
         UserError: For a folder without such a run, or a damaged file.
     """
     remedy = "give a folder in which l2lopt train has trained one to the end"
-    for name in ("config.toml", "model.safetensors"):
+    for name in ("config.toml", MODEL):
         existing(folder / name, what, remedy)
     choice = configs.load(folder / "config.toml", kind=TrainConfig).optimisee
-    _, tensors = tensor_file.read(folder / "model.safetensors", "l2lopt.model", "a model", remedy)
+    _, tensors = tensor_file.read(folder / MODEL, "l2lopt.model", "a model", remedy, _FACTS)
+    tensor_file.check_finite(folder / MODEL, tensors, "train again, with a lower rate")
     params = {name.removeprefix("params/"): value for name, value in tensors.items() if name.startswith("params/")}
     options = {} if isinstance(choice, str) else {key: value for key, value in choice.items() if key != "name"}
     return choice, SavedRun(folder, options, params)

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
 from functools import partial
@@ -31,7 +32,7 @@ from l2lopt.parallel import processes
 from l2lopt.parallel.threads import cpu_threads
 from l2lopt.report import figures
 from l2lopt.storage import tensor_file
-from l2lopt.storage.checkpoint import CheckpointFile
+from l2lopt.storage.checkpoint import CheckpointFile, restoring
 from l2lopt.storage.run_log import NoRecords, Records, write_json, write_text
 from l2lopt.training import meta_train as meta_training
 from l2lopt.training import train as training
@@ -91,10 +92,9 @@ def meta_train(
         for number, optimisee in enumerate(experiment.optimisees):
             work |= {f"{number}.{name}": value for name, value in optimisee.fingerprint().items()}
         checkpoint = CheckpointFile(folder / "checkpoint.safetensors", work)
-        kept = checkpoint.load()
+        position = _log_position(checkpoint)  # refused before anything is written
         processes.on_first(lambda: write_text(folder / "config.toml", configs.dump(settings)))
-        after, pending = (kept[0]["update"], None if kept[0]["validated"] else "validation") if kept else (-1, None)
-        recording = nullcontext(NoRecords()) if processes.rank() else closing(Records(folder, after, pending))
+        recording = nullcontext(NoRecords()) if processes.rank() else closing(Records(folder, *position))
         with recording as records, cpu_threads(settings.threads):
             result = meta_training.meta_train(
                 experiment.optimiser,
@@ -242,7 +242,9 @@ def train(
     write_text(folder / "config.toml", configs.dump(settings))
     if summary := built.optimisee.summary():
         _log.info(summary)
-    with closing(Records(folder, kept[0]["step"] if kept else -1)) as records, cpu_threads(settings.threads):
+    with restoring(checkpoint):
+        recording = closing(Records(folder, kept[0]["step"] if kept else -1))
+    with recording as records, cpu_threads(settings.threads):
         leaves: dict[str, Any] = {"records": records, "report": report, "checkpoint": checkpoint}
         result = training.train(built.optimisee, built.factory, settings.train, seed=settings.seed, **leaves)
     facts = {
@@ -296,7 +298,7 @@ def plot(*runs: str | Path) -> list[Path]:
     paths = []
     for folder in folders:
         config = training_config(folder)
-        if config is not None or (folder / "result.json").exists():
+        if config is not None or os.path.isfile(folder / "result.json"):
             curves = figures.read_training(folder / "metrics.jsonl")
             paths += figures.training_curve(curves, folder / "figures", title=folder.name)
             paths += [] if config is None else from_python.class_of(config.optimisee).figures(folder)
@@ -348,6 +350,14 @@ def demo(
     """
     folder = meta_train(configs.demo(), run, changes=changes, overwrite=True, report=report)
     return evaluate(folder, report=report), plot(folder)
+
+
+def _log_position(checkpoint: CheckpointFile) -> tuple[int, str | None]:
+    """The last meta-update whose lines stay in the log, and the stage that the checkpoint was written before."""
+    with restoring(checkpoint):
+        if (kept := checkpoint.load()) is None:
+            return -1, None
+        return int(kept[0]["update"]), None if kept[0]["validated"] else "validation"
 
 
 def _digest(optimiser: Choice) -> str | None:

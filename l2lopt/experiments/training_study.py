@@ -18,10 +18,12 @@ from l2lopt.core.types import Report
 from l2lopt.experiments import build, runs
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import TrainConfig
+from l2lopt.experiments.run_folder import writable
 from l2lopt.optimisee import Optimisee
 from l2lopt.parallel.jobs import fingerprint, format_range, load_result, run_jobs, slug, unique_labels
 from l2lopt.parallel.threads import cpu_threads
 from l2lopt.report.tables import Cell, Table
+from l2lopt.storage import toml_file
 from l2lopt.storage.run_log import write_json, write_text
 
 ROWS = ("runs", "encoders", "labellers")
@@ -115,6 +117,7 @@ def reproduce(
         UserError: For a mistake in the study or one of its configs, before any work, and for a changed recipe.
     """
     references, rows, beside = _prepared(study, Path(source), Path(folder), changes)
+    writable(Path(folder))
     make = partial(_make, references)
     rounds = zip_longest(*(own.values() for own in rows.values()))
     run_jobs(make, [job for one in rounds for job in one if job is not None], jobs, report)
@@ -139,7 +142,7 @@ def _prepared(
         path = run.config or study.config
         if path is None:
             raise UserError(f"{source}: config", expected="a value", found="none", remedy="add the key")
-        own = [*study.changes, *run.changes, *changes, f"seed={seed}", f"label={label!r}"]
+        own = [*study.changes, *run.changes, *changes, f"seed={seed}", toml_file.assignment("label", label)]
         return configs.load(source.parent / path, own, kind=TrainConfig)
 
     optimisees = {}
@@ -197,7 +200,7 @@ def _make(references: References, job: _Job, report: Report) -> Result:
         with cpu_threads(job.config.threads):
             run = StudyRun(job.kind, job.config.seed, job.folder, trained)
             result = references.result(optimisee, run, report)
-        write_json(path, {"work": work, **result})
+        write_json(path, {"work": work, **result}, seal=True)
         known = load_result(path, work)
         assert known is not None
     return known

@@ -204,7 +204,7 @@ def _compiled_graph(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable
         fake = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
         with tracing(TracingContext(fake)):
             # Inputs made fake here have the sizes that they have; those that inductor makes have symbols for them.
-            static = [fake.from_tensor(value, static_shapes=True) for value in inputs]
+            static: list[Any] = [fake.from_tensor(value, static_shapes=True) for value in inputs]
             _compiled[key] = _inductor.compile(graph, static)
     return _compiled[key]
 

@@ -67,7 +67,8 @@ def make(name: str, **options: Any) -> Optimiser:
 
 def build(choice: Choice, table: Mapping[str, Callable[..., Optimiser]] = OPTIMISERS, **extra: Any) -> Optimiser:
     """The optimiser of a choice (a name, or a mapping of name and options) from a table, knowing its description."""
-    optimiser: Optimiser = registry.build(table, "optimiser", choice, **extra)
+    made = registry.build(table, "optimiser", choice, **extra)
+    optimiser: Optimiser = registry.checked_kind("optimiser", choice, made, Optimiser)
     optimiser.description = ({"name": choice} if isinstance(choice, str) else dict(choice)) | extra
     return optimiser
 

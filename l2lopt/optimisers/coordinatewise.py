@@ -133,8 +133,9 @@ def coordinatewise(
     with seeded(seed):
         built: dict[str, Any] = {
             # "module:Input" may hold dots, which a ModuleDict refuses in a key
-            name.replace(".", "/"): registry.build(SEEN, "input", item)
+            name.replace(".", "/"): registry.checked_kind("input", item, registry.build(SEEN, "input", item), Input)
             for name, item in zip(names, inputs, strict=True)
         }
         network = cells.build(cell, hidden_size, hidden_size)
-        return Coordinatewise(built, network, registry.build(RULES, "rule", rule), head_scale)
+        update_rule = registry.checked_kind("rule", rule, registry.build(RULES, "rule", rule), UpdateRule)
+        return Coordinatewise(built, network, update_rule, head_scale)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from l2lopt.core.errors import UserError, at_least_0
 from l2lopt.core.layout import Layout
+from l2lopt.core.precision import double
 from l2lopt.core.types import OptimiserState
 from l2lopt.optimisers.base import Optimiser, no_moments, zeros
 from l2lopt.optimisers.rates import Rate, check_rate, per_row
@@ -174,7 +175,7 @@ class NAdamW(Optimiser):
     ) -> OptimiserState:
         """The state m = v = 0 and the product M = 1."""
         state = no_moments(layout, batch, like)
-        product = torch.ones((), dtype=torch.float64, device=state.coordinates["m"].device)
+        product = double(torch.ones((), device=state.coordinates["m"].device))
         return state._replace(shared={**state.shared, "momentum_product": product})
 
     def update(
@@ -194,7 +195,7 @@ class NAdamW(Optimiser):
 
     def _momentum(self, step: Tensor) -> Tensor:
         """μ_t, float64."""
-        return self.beta1 * (1 - 0.5 * 0.96 ** (self.momentum_decay * step.double()))
+        return self.beta1 * (1 - 0.5 * 0.96 ** (self.momentum_decay * double(step)))
 
 
 class Lion(Optimiser):
@@ -238,7 +239,7 @@ class Lion(Optimiser):
 def bias_corrected(mean: Tensor, beta: float, step: Tensor) -> Tensor:
     """A running mean over the weight its `step` terms have so far, 1 − βᵗ."""
     # In float64: for β near 1 and small t the difference 1 − βᵗ would lose digits in float32.
-    return mean / (1 - beta ** step.double()).to(mean.dtype)
+    return mean / (1 - beta ** double(step)).to(mean)
 
 
 def check_decays(name: str, values: Sequence[float]) -> tuple[float, float]:

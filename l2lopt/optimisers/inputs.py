@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from l2lopt.core.errors import UserError, above_0
 from l2lopt.core.layout import Layout, Params
+from l2lopt.core.precision import double
 from l2lopt.optimisers.hand_designed import bias_corrected, check_decay, check_decays
 
 
@@ -117,7 +118,7 @@ class LogStep(Input):
     def forward(self, step_inputs: StepInputs, memory: Params) -> tuple[Tensor, Params]:
         """log(t) / scale."""
         # An integer's logarithm is float32 by default, too coarse for runs in float64.
-        value = (step_inputs.step.double().log() / self.scale).to(step_inputs.grads.dtype)
+        value = (double(step_inputs.step).log() / self.scale).to(step_inputs.grads)
         return value.expand(1, *step_inputs.grads.shape), memory
 
 

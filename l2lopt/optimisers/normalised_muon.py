@@ -100,7 +100,7 @@ class NormalisedMuon(Optimiser):
         idle = torch.where(moves, 0.0, idle + 1)
         size = REST**idle / root_mean_square(direction, layout, by_fan_in=True)
         shared = state.shared
-        factor = to_the_end(self.schedule, shared["step"], shared["total_steps"], self.warm_up).to(grads.dtype)
+        factor = to_the_end(self.schedule, shared["step"], shared["total_steps"], self.warm_up).to(grads)
         update = tensors.spread(size) * direction + self.weight_decay * params
         update = -per_row(self.lr, grads) * factor * update
         after = OptimiserState(layout, memory, {"tensors": {"idle": idle}}, {**shared, "step": step})

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from l2lopt.core.errors import UserError, at_least_0
 from l2lopt.core.layout import Layout
+from l2lopt.core.precision import double
 from l2lopt.core.types import OptimiserState
 from l2lopt.optimisers.base import Optimiser, zero_step
 from l2lopt.optimisers.rates import Rate, check_rate, per_row
@@ -41,7 +42,7 @@ def warm_up_then(shape: Schedule, step: Tensor, warm_up: int, total: int | None,
     """
     # In float64, so that rates of every dtype are rounded from one multiplier.
     # The schedule's numbers are tensors as well, so inputs of a compiled step, which serves schedules of any length.
-    step, begin = step.double(), torch.tensor(float(warm_up), dtype=torch.float64)
+    step, begin = double(step), torch.tensor(float(warm_up), dtype=torch.float64)
     rise = ((step + 1) / begin.clamp(min=1.0)).clamp(max=1.0)
     if shape == "inverse":
         return torch.where(step < begin, rise, inverse_decay(step - begin, HALVED).clamp(min=final))
@@ -84,8 +85,9 @@ def to_the_end(shape: Schedule, step: Tensor, total: Tensor, share: float) -> Te
         total: Number of updates in all, integer, of any shape; 0 where it is not known.
         share: Share of the warm-up, in [0, 1).
     """
-    step, known = step.double(), total > 0
-    warm_up = torch.where(known, (share * total.double()).floor(), float(UNKNOWN)).clamp(min=1.0)
+    step, total = double(step), double(total)
+    known = total > 0
+    warm_up = torch.where(known, (share * total).floor(), float(UNKNOWN)).clamp(min=1.0)
     progress = ((step - warm_up) / (total - warm_up).clamp(min=1.0)).clamp(0.0, 1.0)
     after = torch.where(known, fall(shape, progress), inverse_decay((step - warm_up).clamp(min=0.0), HALVED))
     return torch.where(step < warm_up, (step + 1) / warm_up, after)

@@ -1,5 +1,6 @@
 """The jobs of a study, run one after the other or in several processes."""
 
+import hashlib
 import json
 import math
 import os
@@ -15,10 +16,13 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from l2lopt.core.digest import opened
 from l2lopt.core.errors import UserError
 from l2lopt.core.types import Report
 
 J = TypeVar("J")
+LONGEST = 200
+"""Bytes of a folder's name: file systems take 255, and a seed or an ending follows."""
 
 
 class _Labelled(Protocol):
@@ -123,10 +127,10 @@ def load_result(path: Path, work: Mapping[str, Any]) -> dict[str, Any] | None:
         The result; None if the file is missing, damaged, or the result of other work.
     """
     try:
-        facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        facts = opened(json.loads(path.read_text(encoding="utf-8")))
         # Compared after a round through JSON, as in the file: tuples are lists there.
         return facts if facts.pop("work") == json.loads(json.dumps(work)) else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, RecursionError):
         return None
 
 
@@ -164,5 +168,10 @@ def unique_labels(rows: list[L]) -> list[L]:
 
 
 def slug(label: str) -> str:
-    """A label as the name of a folder: lower case, words joined by hyphens."""
-    return "-".join("".join(c if c.isalnum() else " " for c in label.lower()).split()) or "unnamed"
+    """A label as the name of a folder: lower case, words joined by hyphens; a long one is cut, and a digest added."""
+    name = "-".join("".join(c if c.isalnum() else " " for c in label.lower()).split()) or "unnamed"
+    if len(name.encode()) <= LONGEST:
+        return name
+    # Names of files are counted in bytes, of which a letter may take four.
+    cut = name.encode()[: LONGEST // 2].decode(errors="ignore")
+    return f"{cut}-{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}"

@@ -15,6 +15,7 @@ import torch.distributed.nn  # noqa: F401  # to be imported before there is a pr
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from l2lopt.core.environment import whole_number
 from l2lopt.core.errors import UserError
 
 T = TypeVar("T")
@@ -41,7 +42,7 @@ def alone(what: str) -> None:
     Raises:
         UserError: If `torchrun` has started more than one process.
     """
-    if (count := os.environ.get("WORLD_SIZE", "1")) != "1":
+    if (count := whole_number("WORLD_SIZE", 1)) != 1:
         remedy = "start it without torchrun"
         raise UserError(what, expected="one process", found=f"{count} of torchrun's", remedy=remedy)
 
@@ -52,11 +53,15 @@ def together() -> Iterator[None]:
 
     Does nothing without `torchrun`, and within another such block.
     """
-    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1 or "MASTER_ADDR" not in os.environ
+    alone = whole_number("WORLD_SIZE", 1) == 1 or "MASTER_ADDR" not in os.environ
     if alone or dist.is_initialized():
         yield
         return
-    dist.init_process_group("gloo", timeout=TIMEOUT)
+    try:
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+    except (ValueError, RuntimeError) as error:  # a variable that is not there, or no number, or an address of nobody
+        found, remedy = str(error).splitlines()[0], "start it by torchrun, or unset WORLD_SIZE"
+        raise UserError("distributed", expected="what torchrun sets", found=found, remedy=remedy) from None
     try:
         yield
     finally:

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 
 from l2lopt.core.errors import UserError
 from l2lopt.report.interval import half_width
-from l2lopt.report.style import BASELINES, DASHES, LEARNED, MARKERS, STYLE, write_figure
+from l2lopt.report.style import BASELINES, DASHES, LEARNED, MARKERS, STYLE, shown, write_figure
 from l2lopt.storage.run_log import existing
 
 COLUMNS = ("optimiser", "kind", "seed", "step", "split", "loss")
@@ -116,7 +116,7 @@ def loss_curves(
         handles, labels = axes[0][0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5), frameon=False)
         if title:
-            figure.suptitle(title)
+            figure.suptitle(shown(title))
         return write_figure(figure, folder, "loss-curves")
 
 
@@ -140,14 +140,14 @@ def training_curve(
                 mean = _running_mean(losses, max(1, len(losses) // smoothing))
                 panel.plot(steps, mean, color=colour, linewidth=1.8, label="training batches")
             else:
-                label = f"{'held-out' if stage == 'heldout' else stage} set"
+                label = f"{'held-out' if stage == 'heldout' else shown(stage)} set"
                 panel.plot(steps, losses, color=colour, linestyle=(0, (5, 1.5)), marker="o", markersize=4, label=label)
         values = np.concatenate([losses[np.isfinite(losses)] for _, losses in curves.values()])
         panel.set(xlabel="step", ylabel="mean loss, nats per sample", yscale="log" if (values > 0).all() else "linear")
         panel.grid(True, which="major", linewidth=0.4, alpha=0.5)
         panel.legend(frameon=False)
         if title:
-            panel.set_title(title)
+            panel.set_title(shown(title))
         return write_figure(figure, folder, "training-curve")
 
 
@@ -180,7 +180,7 @@ def _panel(
             marker=MARKERS[index % len(MARKERS)],
             markersize=4.5,
             markevery=list(marks),
-            label=name,
+            label=shown(name),
         )
     for step in breaks:
         panel.axvline(step, color="black", linewidth=0.5, alpha=0.35, linestyle=(0, (1, 3)))

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import matplotlib
 
+from l2lopt.core.errors import printable
 from l2lopt.storage.run_log import written_whole
 
 matplotlib.use("Agg")
@@ -52,6 +53,11 @@ STYLE: dict[Any, Any] = {
     "axes.spines.right": False,
 }
 """Matplotlib's settings, for `plt.rc_context`."""
+
+
+def shown(name: str) -> str:
+    """A name as Matplotlib is to show it: between two $ it would read a formula."""
+    return printable(name).replace("$", r"\$")
 
 
 class Line(NamedTuple):

@@ -1,6 +1,7 @@
 """Checkpoints of long work: written by rename, and loaded only by the work that wrote them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,6 +11,9 @@ from torch import Tensor
 
 from l2lopt.core.errors import UserError
 from l2lopt.storage import tensor_file
+
+ANEW = "remove it to begin anew"
+"""The remedy for a checkpoint that cannot be gone on from."""
 
 
 class Checkpoint(Protocol):
@@ -62,7 +66,7 @@ class CheckpointFile:
         """
         if not self.path.exists():
             return None
-        header, tensors = tensor_file.read(self.path, "l2lopt.checkpoint", "a checkpoint", "remove it to begin anew")
+        header, tensors = read(self.path)
         theirs = header["work"]
         differing = [key for key in {**theirs, **self.work} if theirs.get(key) != self.work.get(key)]
         if differing:
@@ -71,6 +75,46 @@ class CheckpointFile:
             remedy = "put it back, or begin anew in another --run"
             raise UserError(str(self.path), expected=expected, found=found, remedy=remedy)
         return header["facts"], tensors
+
+
+@contextmanager
+def restoring(checkpoint: Checkpoint) -> Iterator[None]:
+    """Turns the errors of taking up a checkpoint's contents into one that names its file.
+
+    Args:
+        checkpoint: Checkpoint that is loaded in the block.
+
+    Raises:
+        UserError: For contents that are not those of this work; a file without a digest may hold any.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        where = str(checkpoint.path) if isinstance(checkpoint, CheckpointFile) else "checkpoint"
+        expected, found = "a checkpoint of this work", f"another ({type(error).__name__}: {error})"
+        raise UserError(where, expected=expected, found=found, remedy=ANEW) from error
+
+
+def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The header, with the tables "work" and "facts", and the tensors of a checkpoint's file.
+
+    Raises:
+        UserError: For a missing or damaged file.
+    """
+    return tensor_file.read(path, "l2lopt.checkpoint", "a checkpoint", ANEW, {"work": dict, "facts": dict})
+
+
+def fitting(value: Tensor, like: Tensor) -> Tensor:
+    """A tensor of a checkpoint, if it has the shape and dtype of the tensor that it is to replace.
+
+    Raises:
+        ValueError: If it has not: it would be broadcast, or rounded, without a word.
+    """
+    if (value.shape, value.dtype) != (like.shape, like.dtype):
+        raise ValueError(f"{value.dtype} {list(value.shape)} in place of {like.dtype} {list(like.shape)}")
+    return value
 
 
 def flat(table: Mapping[str, Any], above: str = "") -> dict[str, Any]:
@@ -108,14 +152,21 @@ def pack(tree: Any, above: str = "") -> tuple[Any, dict[str, Tensor]]:
     return {kind: packed}, tensors
 
 
-def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The inverse of `pack`; each tensor is a copy, so that the loaded file can be dropped."""
+def unpack(packed: Any, tensors: Mapping[str, Tensor], above: str = "") -> Any:
+    """The inverse of `pack`; each tensor is a copy, so that the loaded file can be dropped.
+
+    Raises:
+        ValueError: For a tensor that is not called after its path, and for what `pack` has not made.
+    """
     if not isinstance(packed, dict):
         return packed
     ((kind, content),) = packed.items()
     if kind == "tensor":
+        if content != above:
+            raise ValueError(f"the tensor {content!r} at {above!r}")
         return tensors[content].clone()
-    if kind == "dict":
-        return {key: unpack(value, tensors) for key, value in content}
-    items = [unpack(value, tensors) for value in content]
-    return items if kind == "list" else tuple(items)
+    if kind not in ("dict", "list", "tuple"):
+        raise ValueError(f"the unknown kind {kind!r}")
+    pairs = content if kind == "dict" else enumerate(content)
+    items = {key: unpack(value, tensors, f"{above}/{key}" if above else str(key)) for key, value in pairs}
+    return items if kind == "dict" else list(items.values()) if kind == "list" else tuple(items.values())

@@ -3,14 +3,16 @@
 import json
 import math
 import os
+import secrets
 import signal
-import tempfile
+import stat
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from l2lopt.core.digest import sealed
 from l2lopt.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -119,14 +121,16 @@ def written_whole(path: Path) -> Iterator[Path]:
         path: File to write; its folder is made if need be.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # In the same folder: a rename from one file system to another fails.
-    handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=path.suffix, dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
+    # In the same folder: a rename from one file system to another fails. A part of the name: a file's name may be as
+    # long as the file system takes.
+    temporary = path.with_name(f".{path.stem[:40]}-{secrets.token_hex(6)}{path.suffix}")
+    # Not by `tempfile`, whose files only their owner can read: a new file has the permissions that the user's umask
+    # leaves. safetensors replaces it by a file that only the owner can read, so they are set again.
+    os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+    permissions = stat.S_IMODE(temporary.stat().st_mode)
     try:
         yield temporary
-        # `mkstemp` makes files that only their owner can read.
-        temporary.chmod(0o644)
+        temporary.chmod(permissions)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -138,9 +142,16 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Writes a JSON file by rename; a number that is not finite is null."""
-    write_text(path, json.dumps(_finite(value), indent=2) + "\n")
+def write_json(path: Path, value: Any, *, seal: bool = False) -> None:
+    """Writes a JSON file by rename; a number that is not finite is null.
+
+    Args:
+        path: File to write.
+        value: Value that JSON can express; a table where it is sealed.
+        seal: Whether the file holds a digest of itself, which `core.digest.opened` compares.
+    """
+    finite = _finite(value)
+    write_text(path, json.dumps(sealed(finite) if seal else finite, indent=2) + "\n")
 
 
 def existing(path: Path, what: str, remedy: str) -> Path:
@@ -154,21 +165,25 @@ def existing(path: Path, what: str, remedy: str) -> Path:
     Raises:
         UserError: If it is missing or a folder.
     """
-    if not path.is_file():
-        found = "a folder" if path.is_dir() else "nothing"
+    try:
+        found = "a file" if path.is_file() else "a folder" if path.is_dir() else "nothing"
+    except OSError as error:  # such as a name that is longer than the file system takes
+        found = error.strerror or str(error)
+    if found != "a file":
         raise UserError(str(path), expected=what, found=found, remedy=remedy)
     return path
 
 
 def _standing(path: Path, after: int, pending: str | None) -> Iterator[str]:
     """The lines of a log up to step `after`, without those of the stage `pending` at that step."""
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             facts = json.loads(line)
-            if facts["step"] <= after and (facts["stage"], facts["step"]) != (pending, after):
-                yield line
-        except ValueError:  # a kill has cut the last line short
-            return
+            stays = facts["step"] <= after and (facts["stage"], facts["step"]) != (pending, after)
+        except (ValueError, KeyError, TypeError, RecursionError):  # cut short by a kill, or changed by hand
+            continue
+        if stays:
+            yield f"{line}\n"
 
 
 def _finite(value: Any) -> Any:

@@ -15,10 +15,13 @@ from l2lopt.optimisee import Optimisee
 from l2lopt.optimisers import Optimiser
 from l2lopt.optimisers.schedules import set_rates
 from l2lopt.parallel import processes
-from l2lopt.storage.checkpoint import Checkpoint, NoCheckpoint
+from l2lopt.storage.checkpoint import Checkpoint, NoCheckpoint, fitting, restoring
 from l2lopt.storage.run_log import NoRecords, Recorder
 from l2lopt.training.inner_runs import InnerRuns, UnrollSummary
 from l2lopt.training.settings import MetaTrainSettings, UnrollSettings
+
+_MOMENTS = {"step", "exp_avg", "exp_avg_sq"}
+"""What Adam keeps of a parameter once it has made a step."""
 
 
 @dataclass
@@ -95,8 +98,7 @@ def meta_train(
         10
     """
     records, checkpoint = records or NoRecords(), checkpoint or NoCheckpoint()
-    if processes.rank():
-        records, report = NoRecords(), silent
+    records, report = (NoRecords(), silent) if processes.rank() else (records, report)
     runs = InnerRuns(optimiser, optimisees, estimator, unroll_settings, settings.batch, seed, backend)
     loop = _MetaTraining(optimiser, runs, settings, score, records)
 
@@ -106,8 +108,9 @@ def meta_train(
         if processes.rank() == 0:
             checkpoint.save(facts, tensors)
 
-    if saved := checkpoint.load():
-        loop.load_state_dict(*saved)
+    with restoring(checkpoint):
+        if saved := checkpoint.load():
+            loop.load_state_dict(*saved)
     if loop.validation_due:  # before the first meta-update, or after a validation that was interrupted
         loop.validate()
         save()
@@ -197,7 +200,7 @@ class _MetaTraining:
     def load_state_dict(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Puts back what `state_dict` gave."""
         phi = self.optimiser.phi()
-        _assign(self.optimiser, {name: tensors[f"phi/{name}"] for name in phi})
+        _assign(self.optimiser, {name: fitting(tensors[f"phi/{name}"], value) for name, value in phi.items()})
         for name, parameter in phi.items():
             prefix = f"adam/{name}/"
             for key, value in tensors.items():
@@ -205,9 +208,11 @@ class _MetaTraining:
                     # Adam's step count has no dimension and stays on the CPU; its moments lie beside the parameter.
                     placed = value if value.dim() == 0 else value.to(parameter)
                     self.meta_optimiser.state[parameter][key.removeprefix(prefix)] = placed
+            if (found := self.meta_optimiser.state[parameter].keys()) - _MOMENTS or len(found) % len(_MOMENTS):
+                raise KeyError(f"{', '.join(found)} where Adam has {', '.join(sorted(_MOMENTS))}")
         self.update = facts["update"]
         self.result = MetaTrained(
-            phi={name: tensors[f"best/{name}"].to(parameter) for name, parameter in phi.items()},
+            phi={name: fitting(tensors[f"best/{name}"], value).to(value) for name, value in phi.items()},
             score=facts["score"],
             update=facts["best_update"],
             inner_steps=facts["inner_steps"],

@@ -99,7 +99,7 @@ class MetaTrainSettings(Settings):
     """The shape in which the rate then falls to `final` at the last meta-update."""
     final: Annotated[float, Field(ge=0, le=1)] = 0.0
     """The rate at the end, divided by the highest rate."""
-    clip: PositiveFloat = 1.0
+    clip: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 1.0
     """The largest norm of the meta-gradient, which is a mean over the steps of an unroll."""
     batch: PositiveInt = 1
     """The number of inner runs whose meta-gradients a meta-update averages."""

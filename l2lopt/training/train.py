@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -16,7 +16,7 @@ from l2lopt.core.settings import Settings
 from l2lopt.core.types import Aux, Batch, Report, detach, silent
 from l2lopt.optimisee import Optimisee, Split, StepInfo, evaluate_split
 from l2lopt.optimisers.schedules import multiplier, set_rates
-from l2lopt.storage.checkpoint import Checkpoint, NoCheckpoint, pack, unpack
+from l2lopt.storage.checkpoint import Checkpoint, NoCheckpoint, fitting, pack, restoring, unpack
 from l2lopt.storage.run_log import NoRecords, Recorder
 from l2lopt.torch_optim.parameter_groups import inform
 from l2lopt.torch_optim.registry import OptimizerFactory
@@ -28,7 +28,7 @@ class TrainSettings(Settings):
 
     steps: PositiveInt = 1000
     """The number of steps."""
-    epochs: PositiveInt | None = None
+    epochs: PositiveInt | None = Field(default=None, le=100_000)
     """The number of passes over the training samples, which then replaces `steps` and `evaluate_every`: there is an
     evaluation and a checkpoint after each pass; none: there are `steps` steps."""
     evaluate_every: PositiveInt = 100
@@ -145,9 +145,10 @@ def train(
     """
     records, checkpoint = records or NoRecords(), checkpoint or NoCheckpoint()
     loop = _Training(optimisee, factory, settings, seed_of("train", seed), records)
-    if saved := checkpoint.load():
-        loop.load_state_dict(unpack(saved[0]["place"], saved[1]))
-    else:
+    with restoring(checkpoint):
+        if saved := checkpoint.load():
+            loop.load_state_dict(unpack(saved[0]["place"], saved[1]))
+    if not saved:
         loop.evaluate()
     while not loop.ended:
         figures = loop.step()
@@ -183,8 +184,8 @@ class _Training:
         self.params = {name: value.clone().requires_grad_() for name, value in params.items()}
         self.optimizer = factory(list(self.params.items()))
         self.rates = [float(group["lr"]) for group in self.optimizer.param_groups]  # before any schedule
-        evaluations = _evaluations(optimisee, settings, seed)
-        self.evaluations, self.steps = set(evaluations), evaluations[-1]
+        self.steps = self._end_of_epoch(settings.epochs) if settings.epochs else settings.steps
+        self._epoch = 1
         inform(self.optimizer, steps=self.steps, known=optimisee.roles())
         self.steps_made, self.averaged = 0, 0
         self.diverged: int | None = None
@@ -203,12 +204,12 @@ class _Training:
     @property
     def evaluation_due(self) -> bool:
         """Whether there is an evaluation after this step."""
-        return self.diverged is None and self.steps_made in self.evaluations
+        return self.diverged is None and self._at_evaluation
 
     @property
     def checkpoint_due(self) -> bool:
         """Whether there is a checkpoint after this step."""
-        after_epoch = self.settings.epochs is not None and self.steps_made in self.evaluations
+        after_epoch = self.settings.epochs is not None and self._at_evaluation
         return self.steps_made % self.settings.checkpoint_every == 0 or after_epoch or self.ended
 
     def step(self) -> Mapping[str, float]:
@@ -285,7 +286,7 @@ class _Training:
         """Puts back what `state_dict` gave."""
         with torch.no_grad():
             for name, value in self.params.items():
-                value.copy_(state["params"][name])
+                value.copy_(fitting(state["params"][name], value))
         device = next(iter(self.params.values())).device
         tensors = (state["aux"], state["best"], state["mean"])
         self.aux, self.best, self.mean = pytree.tree_map_only(Tensor, lambda t: t.to(device), tensors)
@@ -297,6 +298,21 @@ class _Training:
     def _averaged_params(self) -> Params:
         """The mean of the parameters once there is one; until then the parameters."""
         return self.mean if self.averaged else self.params
+
+    @property
+    def _at_evaluation(self) -> bool:
+        """Whether this is a step after which the watched split is measured: every so often, or an epoch's last."""
+        if self.steps_made == self.steps:
+            return True
+        if self.settings.epochs is None:
+            return self.steps_made % self.settings.evaluate_every == 0
+        while self._end_of_epoch(self._epoch) < self.steps_made:
+            self._epoch += 1
+        return self.steps_made == self._end_of_epoch(self._epoch)
+
+    def _end_of_epoch(self, number: int) -> int:
+        """The steps that so many passes over the training samples take."""
+        return self.optimisee.epoch_start(self.settings.splits[0], self.seed, number)
 
     def _update(self, batch: Batch) -> tuple[dict[str, float], StepInfo]:
         """One step of the optimiser on a batch: what is recorded of it, and what the optimisee says of it."""
@@ -365,13 +381,6 @@ class _Clock:
     def speed(self) -> float:
         """Samples per second."""
         return self.samples / self.seconds if self.seconds else 0.0
-
-
-def _evaluations(optimisee: Optimisee, settings: TrainSettings, seed: int) -> list[int]:
-    """The steps after which there is an evaluation; the last of them is the end."""
-    if settings.epochs:
-        return [optimisee.epoch_start(settings.splits[0], seed, number) for number in range(1, settings.epochs + 1)]
-    return sorted({*range(settings.evaluate_every, settings.steps, settings.evaluate_every), settings.steps})
 
 
 def _copy(values: Mapping[str, Tensor]) -> dict[str, Tensor]:

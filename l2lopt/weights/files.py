@@ -12,13 +12,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from l2lopt import cells, optimisers
 from l2lopt.core import registry
-from l2lopt.core.errors import UserError
+from l2lopt.core.digest import bytes_of
+from l2lopt.core.errors import UserError, within
 from l2lopt.core.layout import Layout
+from l2lopt.core.memory import watched
+from l2lopt.core.registry import Choice
 from l2lopt.optimisers import Optimiser
 from l2lopt.storage import tensor_file
 from l2lopt.storage.run_log import existing
@@ -27,6 +29,9 @@ VERSION = 1
 """Version of the file layout: the header's one key `l2lopt` holds {"version", "release", "optimiser", "training"}."""
 DIGEST = 2
 """Of what `digest` makes. The first version stood without a number, and changed with the name of any class of ours."""
+_FIELDS = {"version": int, "release": str, "optimiser": dict, "training": dict}
+"""Fields of the header, and the types of their values."""
+_AGAIN = "meta-train again, or get the file again"
 _ASIDE = ("training", "description")
 HOME = Path(__file__).with_name("pretrained")
 """Folder of the files that come with the package."""
@@ -126,18 +131,12 @@ def load(path: str | Path, *, trusted: bool = False) -> Optimiser:
     """
     path = find(path)
     read, tensors = _read(path)
-    with nullcontext() if trusted else registry.only_registered():
-        optimiser = optimisers.build(read["optimiser"])
-    wanted = {name: tuple(value.shape) for name, value in _numbers(optimiser).items()}
-    found = {name: tuple(value.shape) for name, value in tensors.items()}
-    if wanted != found:
-        odd = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
-        remedy = "meta-train again, or get the file again"
-        expected = ", ".join(f"{name} {list(wanted[name]) if name in wanted else 'absent'}" for name in odd)
-        came = ", ".join(f"{name} {list(found[name]) if name in found else 'absent'}" for name in odd)
-        raise UserError(str(path), expected=expected, found=came, remedy=remedy)
+    optimiser = _build(path, read["optimiser"], tensors, trusted)
+    # A rule that was meta-trained in another precision is rounded.
+    tensor_file.check_tensors(path, _numbers(optimiser), tensors, _AGAIN, any_float=True)
     # Not strict: the comparison above has found whatever is missing or odd.
     optimiser.load_state_dict(tensors, strict=False)
+    tensor_file.check_finite(path, _numbers(optimiser), _AGAIN)
     return optimiser
 
 
@@ -156,8 +155,7 @@ def digest(optimiser: Optimiser) -> str:
     for name, value in sorted(_numbers(optimiser).items()):
         # With precision and shape: the same bytes may stand for other numbers.
         found.update(f"{name} {value.dtype} {list(value.shape)}".encode())
-        # As bytes, since NumPy has no bfloat16; flat first, since PyTorch cannot view a scalar as bytes.
-        found.update(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+        found.update(bytes_of(value))
     return f"{DIGEST}:{found.hexdigest()[:16]}"
 
 
@@ -220,12 +218,27 @@ def _written(value: Any) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
+def _build(path: Path, choice: Choice, tensors: Mapping[str, Tensor], trusted: bool) -> Optimiser:
+    """The optimiser that a file describes, whose parts are no larger than what the file has for them."""
+    most = sum(value.nbytes for value in tensors.values())
+    try:
+        with within(str(path)), nullcontext() if trusted else registry.only_registered(), watched("header", 16 * most):
+            return optimisers.build(choice)
+    except (TypeError, ValueError, RuntimeError, ArithmeticError, LookupError, AttributeError) as error:
+        if isinstance(error, UserError):
+            raise
+        expected = "the description of a learned optimiser"
+        raise UserError(f"{path}: header", expected=expected, found=str(error), remedy=_AGAIN) from error
+
+
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    read, tensors = tensor_file.read(
-        path, "l2lopt", "a learned optimiser", "give a file that l2lopt meta-train has written"
-    )
+    what, remedy = "a learned optimiser", "give a file that l2lopt meta-train has written"
+    read, tensors = tensor_file.read(path, "l2lopt", what, remedy)
     if read.get("version") != VERSION:
         writer = f"l2lopt {read['release']}" if "release" in read else "another release of l2lopt"
         found, remedy = f"layout {read.get('version')}, written by {writer}", f"use {writer} to read it"
         raise UserError(str(path), expected=f"file layout {VERSION}", found=found, remedy=remedy)
+    tensor_file.check_header(path, read, _FIELDS, what, remedy)
+    if not isinstance(name := read["optimiser"].get("name"), str):
+        raise UserError(f"{path}: header", expected="an optimiser's name", found=repr(name), remedy=remedy)
     return read, tensors

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from l2lopt.core.errors import UserError, above_0
+from l2lopt.core.errors import UserError, above_0, few
 from optimisees.data import image_inputs, images
 from optimisees.data.datasets import class_count
 from optimisees.module import ModuleOptimisee, accuracy
@@ -114,6 +114,7 @@ def resnet(
         device: Device of data and parameters.
     """
     above_0("resnet", width=width, stages=len(blocks), blocks=min(blocks, default=0))
+    few("resnet", blocks=sum(blocks))
     pictures = images.load(dataset, size, data, download)
     kind, (_, channels, height, _) = getattr(torch, dtype), pictures.train_inputs.shape
     if height < 2 ** (len(blocks) - 1):

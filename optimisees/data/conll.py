@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from l2lopt.core.errors import UserError, above_0
+from l2lopt.storage.run_log import existing
 from optimisees.labelling.labelled import Classes, Labelled, Scores, Sequences
 
 UNKNOWN = "<unk>"
@@ -141,10 +142,7 @@ def _numbered(
 
 
 def _text(path: Path) -> str:
-    if not path.is_file():
-        found, remedy = "a folder" if path.is_dir() else "nothing", "give the path of a file in CoNLL columns"
-        raise UserError(str(path), expected="tokens and labels", found=found, remedy=remedy)
-    content = path.read_bytes()
+    content = existing(path, "tokens and labels", "give the path of a file in CoNLL columns").read_bytes()
     try:
         text = content.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:

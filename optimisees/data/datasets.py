@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from l2lopt.core.digest import bytes_of
 from l2lopt.core.errors import UserError
 from l2lopt.core.seeding import generator
 
@@ -50,7 +51,7 @@ def digest(samples: Sequence[Tensor]) -> str:
     found = hashlib.blake2b(digest_size=16)
     for part in samples:
         found.update(f"{part.dtype} {list(part.shape)}".encode())
-        found.update(part.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        found.update(bytes_of(part))
     return found.hexdigest()
 
 

@@ -4,7 +4,6 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from l2lopt.core.errors import UserError
 from l2lopt.core.seeding import generator
+from l2lopt.storage.run_log import written_whole
 from optimisees.data.datasets import InMemory, damaged
 
 _ENDINGS = (".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -106,11 +106,8 @@ def _decoded(folder: Path, files: tuple[_File, ...], size: int | None) -> Tensor
     images = _decode(folder, files, size)
     for place in places:
         try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=place.parent, prefix=".images-") as temporary:
-                whole = Path(temporary) / place.name
-                save_file({"images": images}, whole, metadata={"l2lopt.images": fingerprint})
-                whole.replace(place)
+            with written_whole(place) as temporary:
+                save_file({"images": images}, temporary, metadata={"l2lopt.images": fingerprint})
             break
         except (OSError, SafetensorError):  # a folder that may only be read, or a full disk
             continue

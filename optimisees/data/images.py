@@ -1,10 +1,8 @@
 """Labelled images as uint8 in memory: CIFAR-10, MNIST, SVHN, patches of two photographs, or any folder of images."""
 
 import logging
-import struct
-import zlib
-from collections.abc import Callable, Sequence
-from math import prod
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +44,7 @@ def load(
     if dataset in _SETS:
         return _reduced(_SETS[dataset](data_root(data, _HOLDS[dataset], download), download), size)
     folder = Path(dataset).expanduser()
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # not `Path.is_dir`: it raises for a name that no folder can have
         known = (*_SETS, PHOTOGRAPHS)
         expected = f"one of {', '.join(known)}, or a folder of class folders"
         remedy = f"make that folder, or {did_you_mean(dataset, known)}"
@@ -78,15 +76,12 @@ def cifar10(root: Path, download: bool = False) -> InMemory:
     if (root / "cifar10" / "train").is_dir():
         return from_folder(root / "cifar10")
     from torchvision.datasets import CIFAR10
-    from torchvision.datasets.utils import check_integrity
 
     listed = [*CIFAR10.train_list, *CIFAR10.test_list, (CIFAR10.meta["filename"], CIFAR10.meta["md5"])]
-    paths = [(root / CIFAR10.base_folder / name, md5) for name, md5 in listed]
+    sums = {root / CIFAR10.base_folder / name: md5 for name, md5 in listed}
     expected = f"{_HOLDS['cifar10']} in {root}"
-    _fetch([path for path, _ in paths], expected, download, lambda: CIFAR10(str(root), download=True))
-    for path, md5 in paths:  # before anything is unpickled
-        if not check_integrity(path, md5):
-            raise damaged(path, "another checksum", "unpack cifar-10-python.tar.gz again")
+    _fetch([*sums], expected, download, lambda: CIFAR10(str(root), download=True))
+    _compare(sums, "unpack cifar-10-python.tar.gz again")
     parts = [CIFAR10(str(root), train=train) for train in (True, False)]
     images = [torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous() for part in parts]
     labels = [torch.tensor(part.targets) for part in parts]
@@ -96,42 +91,41 @@ def cifar10(root: Path, download: bool = False) -> InMemory:
 def mnist(root: Path, download: bool = False) -> InMemory:
     """Grey digits of 28×28, 60,000 + 10,000 of them where the files are whole."""
     from torchvision.datasets import MNIST
+    from torchvision.datasets.mnist import read_image_file, read_label_file
 
     folder = root / "MNIST" / "raw"
     names = [f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
     paths = [folder / name for name in names]
     expected = f"{', '.join(names)} in {folder}"
     _fetch(paths, expected, download, lambda: MNIST(str(root), download=True))
-    images, labels, test_images, test_labels = (_idx(path) for path in paths)
-    return InMemory(images[:, None], labels.long(), test_images[:, None], test_labels.long())
+    parts = []
+    # By the readers and not by `MNIST`, which would prefer the unpickled files of its early versions to these.
+    for path, reader in zip(paths, (read_image_file, read_label_file) * 2, strict=True):
+        try:
+            parts.append(reader(str(path)))
+        except (OSError, ValueError, TypeError, LookupError, AssertionError, RuntimeError) as error:
+            raise damaged(path, str(error) or "no idx file", "fetch it again") from None
+    for images, labels, path in ((*parts[:2], paths[1]), (*parts[2:], paths[3])):
+        if len(images) != len(labels):
+            raise damaged(path, f"{len(labels)} labels for {len(images)} images", "fetch it again")
+        if labels.max() > 9:  # digits
+            raise damaged(path, f"the label {int(labels.max())}", "fetch it again")
+    return InMemory(parts[0][:, None], parts[1], parts[2][:, None], parts[3])
 
 
 def svhn(root: Path, download: bool = False) -> InMemory:
-    """House numbers cropped to digits of 32×32 in colour, 73,257 + 26,032 where the files are whole."""
-    from scipy.io import loadmat  # a second to import, like torchvision
-    from scipy.io.matlab import MatReadError
+    """House numbers cropped to digits of 32×32 in colour, 73,257 + 26,032."""
     from torchvision.datasets import SVHN
 
-    folder = root / "svhn"
-    paths = [folder / f"{part}_32x32.mat" for part in ("train", "test")]
-
-    def fetch() -> None:
-        for part in ("train", "test"):
-            SVHN(str(folder), split=part, download=True)
-
-    _fetch(paths, f"train_32x32.mat and test_32x32.mat in {folder}", download, fetch)
-    parts = []
-    for path in paths:
-        try:
-            found = loadmat(path)
-            images = torch.from_numpy(np.ascontiguousarray(found["X"].transpose(3, 2, 0, 1)))
-            labels = torch.from_numpy(found["y"].reshape(-1).astype(np.int64))
-            if images.dtype != torch.uint8 or len(images) != len(labels):
-                raise ValueError("images and labels that do not fit")
-        except (OSError, ValueError, KeyError, TypeError, NotImplementedError, zlib.error, MatReadError) as error:
-            raise damaged(path, str(error), "fetch it again") from None
-        parts += [images, labels % 10]  # the files call the digit 0 ten
-    return InMemory(*parts)
+    folder, splits = root / "svhn", ("train", "test")
+    sums = {folder / SVHN.split_list[split][1]: SVHN.split_list[split][2] for split in splits}
+    expected = f"train_32x32.mat and test_32x32.mat in {folder}"
+    _fetch([*sums], expected, download, lambda: [SVHN(str(folder), split, download=True) for split in splits])
+    _compare(sums, "fetch it again")
+    parts = [SVHN(str(folder), split) for split in splits]
+    images = [torch.from_numpy(np.ascontiguousarray(part.data)) for part in parts]
+    labels = [torch.from_numpy(part.labels) for part in parts]
+    return InMemory(images[0], labels[0], images[1], labels[1])
 
 
 PHOTOGRAPHS = "photographs"
@@ -179,12 +173,10 @@ def _fetch(paths: Sequence[Path], expected: str, download: bool, fetch: Callable
     raise UserError("data", expected=expected, found=found, remedy=remedy)
 
 
-def _idx(path: Path) -> Tensor:
-    """Numbers of one byte in the format of MNIST: 0, 0, 8, the number of axes, each one's length, the bytes."""
-    content = path.read_bytes()
-    axes = content[3] if content[:3] == b"\0\0\x08" and len(content) > 3 else 0
-    first = 4 + 4 * axes
-    shape = struct.unpack(f">{axes}i", content[4:first]) if axes and len(content) >= first else ()
-    if not shape or len(content) != first + prod(shape):
-        raise damaged(path, f"{len(content)} bytes that are not {shape or 'an idx file'}", "fetch it again")
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=first).view(shape).clone()
+def _compare(sums: Mapping[Path, str], remedy: str) -> None:
+    """Refuses files of other checksums than the distributor's, before anything in them is read."""
+    from torchvision.datasets.utils import check_integrity
+
+    for path, md5 in sums.items():
+        if not check_integrity(path, md5):
+            raise damaged(path, "another checksum", remedy)

@@ -13,6 +13,7 @@ from torch import Tensor
 from l2lopt.core import registry
 from l2lopt.core.errors import UserError, above_0
 from l2lopt.core.registry import Choice
+from l2lopt.storage.run_log import existing
 from optimisees.data.artificial_text import artificial_texts
 
 Unit: TypeAlias = Literal["word", "character"]
@@ -182,10 +183,7 @@ def corpus(choice: Choice) -> Corpus:
 
 
 def _read(path: Path, unit: Unit) -> str:
-    if not path.is_file():
-        found, remedy = "a folder" if path.is_dir() else "nothing", "give the path of a text file"
-        raise UserError(str(path), expected="a text", found=found, remedy=remedy)
-    content = path.read_bytes()
+    content = existing(path, "a text", "give the path of a text file").read_bytes()
     if not content:
         raise UserError(str(path), expected="a text", found="an empty file", remedy="give another file")
     try:

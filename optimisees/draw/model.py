@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from l2lopt.core.errors import above_0
+from l2lopt.core.errors import above_0, few
 from l2lopt.core.layout import Params
 from l2lopt.core.registry import Choice
 from l2lopt.core.seeding import generator, seed_of, seeded
@@ -103,8 +103,8 @@ class Draw(Optimisee):
         dtype: Literal["float32", "float64"] = "float32",
         device: str = "cpu",
     ) -> None:
-        sizes = {"hidden_size": hidden_size, "latent_size": latent_size, "steps": steps}
-        above_0("draw", **sizes, evaluation_size=evaluation_size)
+        few("draw", steps=steps)
+        above_0("draw", hidden_size=hidden_size, latent_size=latent_size, evaluation_size=evaluation_size)
         loaded = dataset if isinstance(dataset, InMemory) else sources.load(dataset, size, data, download)
         self.data, self.binarise = loaded, binarise
         counts = len(loaded.train_inputs), len(loaded.test_inputs)

@@ -76,10 +76,10 @@ def labelled_sequence(example: Example, folder: Path) -> list[Path]:
             ("found", example.found, {"color": style.LEARNED[0], "linewidth": 1.4}),
         ):
             panel.step(steps, [heights[k] for k in own], where="mid", label=name, **look)
-        panel.set_yticks(range(len(shown)), [example.classes[k] for k in shown])
+        panel.set_yticks(range(len(shown)), [style.shown(example.classes[k]) for k in shown])
         panel.legend(frameon=False, loc="best")
         if example.tokens is not None:
-            panel.set_xticks(steps, [token.replace("$", r"\$") for token in example.tokens], rotation=90)
+            panel.set_xticks(steps, [style.shown(token) for token in example.tokens], rotation=90)
         panel.set_xlabel("token" if example.tokens is not None else "s" if example.rate else "position")
-        figure.suptitle(example.place, fontsize=10, parse_math=False)
+        figure.suptitle(style.shown(example.place), fontsize=10)
         return style.write_figure(figure, folder, "labelled-sequence")

@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 from l2lopt import sequence
 from l2lopt.core import registry
-from l2lopt.core.errors import above_0
+from l2lopt.core.errors import above_0, few
 from l2lopt.core.layout import Params
 from l2lopt.core.references import References
 from l2lopt.core.registry import Choice
@@ -86,7 +86,8 @@ class SequenceLabelling(Optimisee):
     ) -> None:
         where = "sequence-labelling"
         sizes = {"hidden_size": hidden_size, "embedding_size": embedding_size}
-        above_0(where, layers=layers, batch_size=batch_size, **sizes)
+        few(where, layers=layers)
+        above_0(where, batch_size=batch_size, **sizes)
         above_0(where, evaluation_sequences=1 if evaluation_sequences is None else evaluation_sequences)
         self.data = data if isinstance(data, Labelled) else registry.build(DATA, "data", data)
         self.cell, self.layers, self.bidirectional = cell, layers, bidirectional

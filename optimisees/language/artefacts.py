@@ -13,8 +13,10 @@ from l2lopt.core import registry
 from l2lopt.core.errors import UserError, at_least_0
 from l2lopt.core.layout import Params
 from l2lopt.core.seeding import generator
-from l2lopt.optimisee import SampleRequest, SavedRun
+from l2lopt.core.types import Aux
+from l2lopt.optimisee import MODEL, SampleRequest, SavedRun
 from l2lopt.storage.run_log import existing, write_json
+from l2lopt.storage.tensor_file import check_tensors
 from optimisees.data.text import EOS, Corpus, Unit, Vocabulary
 
 VOCABULARY = "vocabulary.json"
@@ -23,6 +25,9 @@ VOCABULARY = "vocabulary.json"
 
 class Writer(Protocol):
     """A model that continues a text."""
+
+    def init(self, seed: int) -> tuple[Params, Aux]:
+        """Initial parameters."""
 
     def generate(
         self, params: Params, prompt: Tensor, tokens: int, temperature: float = 1.0, seed: int = 0
@@ -90,11 +95,12 @@ def continued(make: Callable[..., Writer], run: SavedRun, request: SampleRequest
     path = existing(run.folder / VOCABULARY, "a trained language model", remedy)
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
-        vocabulary = Vocabulary(tuple(facts["tokens"]), facts["unit"])
-    except (ValueError, KeyError, TypeError):
+        vocabulary = Vocabulary(tuple(map(str, facts["tokens"])), facts["unit"])
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise UserError(str(path), expected="a vocabulary", found="damage", remedy=remedy) from None
     options = {**run.options, "data": Corpus.without_texts(vocabulary)}
     model: Writer = registry.make({"model": make}, "optimisee", "model", **options)
+    check_tensors(run.folder / MODEL, model.init(0)[0], run.params, remedy)
     prompt = vocabulary.prompt(request.prompt)
     drawn = model.generate(run.params, prompt, request.tokens, request.temperature, request.seed)
     return vocabulary.decode([*prompt.tolist(), *drawn])

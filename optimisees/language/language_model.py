@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from l2lopt import cells
-from l2lopt.core.errors import UserError, above_0, at_least_0
+from l2lopt.core.errors import UserError, above_0, at_least_0, few
 from l2lopt.core.layout import Params
 from l2lopt.core.references import References
 from l2lopt.core.registry import Choice
@@ -124,7 +124,8 @@ class LanguageModel(Optimisee):
     ) -> None:
         where = "language-model"
         sizes = {"embedding_size": embedding_size, "hidden_size": hidden_size}
-        above_0(where, layers=layers, batch_size=batch_size, window=window, **sizes)
+        few(where, layers=layers)
+        above_0(where, batch_size=batch_size, window=window, **sizes)
         if evaluation_tokens is not None and evaluation_tokens < 2:
             where, found = f"{where}: evaluation_tokens", str(evaluation_tokens)
             raise UserError(where, expected="at least 2", found=found, remedy="change the value")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from l2lopt.core.errors import UserError, above_0
+from l2lopt.core.errors import UserError, above_0, few
 from l2lopt.core.layout import Params
 from l2lopt.core.registry import Choice
 from l2lopt.core.types import Aux
@@ -84,7 +84,8 @@ class Transformer(ModuleOptimisee):
         dtype: Literal["float32", "float64"] = "float32",
         device: str = "cpu",
     ) -> None:
-        above_0("transformer", width=width, layers=layers, heads=heads, window=window, expansion=expansion)
+        few("transformer", layers=layers)
+        above_0("transformer", width=width, heads=heads, window=window, expansion=expansion)
         if width % heads:
             expected, remedy = f"a divisor of the width, {width}", "change heads or width"
             raise UserError("transformer: heads", expected=expected, found=str(heads), remedy=remedy)

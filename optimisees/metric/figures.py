@@ -19,13 +19,20 @@ def neighbour_curves(curves: Mapping[str, np.ndarray], folder: Path, title: str 
     """
     with plt.rc_context(style.STYLE):
         figure, panel = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
-        for index, (label, runs) in enumerate(curves.items()):
+        for index, (name, runs) in enumerate(curves.items()):
+            label = style.shown(name)
             colour, k = style.LEARNED[index % len(style.LEARNED)], np.arange(1, runs.shape[1] + 1)
             panel.fill_between(k, runs.min(0), runs.max(0), color=colour, alpha=0.18, linewidth=0)
-            panel.plot(k, runs.mean(0), color=colour, linestyle=style.DASHES[index % len(style.DASHES)], label=label)
+            panel.plot(
+                k,
+                runs.mean(0),
+                color=colour,
+                linestyle=style.DASHES[index % len(style.DASHES)],
+                label=style.shown(label),
+            )
         panel.set(xlabel="number of nearest neighbours k", ylabel="mean scaled distance A(k)", ylim=(0, None))
         panel.grid(True, which="major", linewidth=0.4, alpha=0.5)
         panel.legend(frameon=False)
         if title:
-            panel.set_title(title)
+            panel.set_title(style.shown(title))
         return style.write_figure(figure, folder, "neighbour-curves")

@@ -12,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from implementations import BLOCKWISE, LEARNED, MIXTURES, crossed, means_of_params, problem, with_means_constant
 
+from l2lopt.core import memory
 from l2lopt.core.errors import UserError
 from l2lopt.core.layout import Layout
+from l2lopt.core.memory import available_memory
 from l2lopt.core.seeding import generator
 from l2lopt.estimators import Backprop, Blockwise
-from l2lopt.estimators import memory_plan as planning
 from l2lopt.estimators.coordinate_sample import stratified
-from l2lopt.estimators.memory_plan import activations, available_memory
+from l2lopt.estimators.memory_plan import activations
 
 each_blockwise = pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in BLOCKWISE.items()])
 DIRECTION = "coordinatewise direction-and-magnitude"
@@ -192,5 +193,5 @@ def test_a_containers_limit_counts(tmp_path, limit, left):
         "memory.stat": "anon 9\ninactive_file 150",
     }.items():
         (tmp_path / name).write_text(text + "\n")
-    assert planning._allowed(tmp_path) == left
-    assert planning._allowed(tmp_path / "none") == math.inf
+    assert memory._allowed(tmp_path) == left
+    assert memory._allowed(tmp_path / "none") == math.inf

@@ -1,0 +1,66 @@
+"""Sizes in a config that no machine has the memory for, refused before work begins."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from l2lopt.core.layout import Layout
+from l2lopt.core.memory import check_need
+from l2lopt.estimators import Backprop, EvolutionStrategies, MetaGradientEstimator
+from l2lopt.experiments.config import Config
+from l2lopt.optimisee import Optimisee
+from l2lopt.optimisers import Optimiser
+from l2lopt.parallel import processes
+
+OBJECT = 100
+"""Bytes that Python takes for an entry of a list, such as a seed, at the least."""
+
+
+def check_sizes(
+    config: Config, problems: Sequence[Optimisee], optimiser: Optimiser, estimator: MetaGradientEstimator
+) -> None:
+    """Refuses numbers of runs, steps or pairs whose parameters and states alone would not fit into the memory.
+
+    What else a run takes, such as the activations of its model, is not counted: less than this cannot be.
+
+    Args:
+        config: Config, whose keys the errors name.
+        problems: Optimisees of the config.
+        optimiser: Optimiser of the config, in the dtype and on the device of the optimisees.
+        estimator: Estimator of the config.
+
+    Raises:
+        UserError: For the first size that is too large, with the memory that it would need.
+    """
+    for problem in problems:
+        params, _ = problem.init(0)
+        flat = Layout.of(params).ravel(params)
+        run = flat.nbytes + _state_bytes(optimiser, params, flat)
+
+        def check(key: str, count: int, each: int, place: torch.device = flat.device) -> None:
+            check_need(f"{key} = {count}", count * each, place)
+
+        ranks = processes.ranks()
+        check("meta.batch", config.meta.batch, OBJECT + run // ranks)
+        length = config.unroll.length if isinstance(config.unroll.length, int) else max(config.unroll.length)
+        steps = min(config.unroll.truncation or length, length)
+        if isinstance(estimator, Backprop):
+            check("unroll: steps", min(estimator.window or steps, steps), flat.nbytes)
+        if isinstance(estimator, EvolutionStrategies):
+            phi = sum(value.nbytes for value in optimiser.phi().values())
+            check("unroll.estimator: pairs", estimator.pairs, phi + (2 * run if estimator.persistent else 0))
+        for name, seeds, rows in (
+            ("validation.seeds", config.validation.seeds, config.validation.rows),
+            ("evaluation.seeds", config.evaluation.seeds, config.evaluation.rows),
+            ("evaluation.tuning_seeds", config.evaluation.tuning_seeds, config.evaluation.rows),
+        ):
+            check(name, seeds, OBJECT, torch.device("cpu"))
+            check(name, min(rows or -(-seeds // ranks), seeds), run)
+
+
+def _state_bytes(optimiser: Optimiser, params: dict[str, Tensor], flat: Tensor) -> int:
+    """The bytes of an optimiser's state for one run."""
+    state = optimiser.init(Layout.of(params), like=flat)
+    return sum(leaf.numel() * leaf.element_size() for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor))
