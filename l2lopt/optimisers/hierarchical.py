@@ -27,6 +27,7 @@ from l2lopt.optimisers.hand_designed import bias_corrected
 from l2lopt.optimisers.inputs import safe_sqrt
 from l2lopt.optimisers.normalised_muon import REST, NormalisedMuon
 from l2lopt.optimisers.rates import Rate, per_row
+from l2lopt.optimisers.rules import activity
 from l2lopt.optimisers.schedules import to_the_end
 
 
@@ -72,8 +73,8 @@ class Hierarchical(Optimiser):
       harness's direction and d₁ Adam's. α = A tanh(o / A) with A = π/2 for o > 0, which is all Adam in the limit, and
       A = 0.25 for o < 0, a little away from it. On vectors, embeddings and heads the two directions are one, and α does
       nothing. With `mix="logit"` the weights are σ(2 o + 4) and 1 − σ(2 o + 4), which are never 1 and 0;
-    - sign and slow: the same towards sign(d₀'s momentum) and the running mean of the gradient at the rate 0.98, one
-      turn after the other in this order;
+    - sign and slow: the same towards sign(d₀'s momentum) and the running mean of the gradient at the rate 0.98, each
+      times `rules.activity` of Adam's direction, one turn after the other in this order;
     - momentum: with p = tanh o, the momentum of all directions is (1 − |p|) times the harness's plus |p| times the slow
       running mean (p > 0) or the gradient itself (p < 0).
 
@@ -298,14 +299,17 @@ class Hierarchical(Optimiser):
 
         found = layout.whole("orthogonalised", function, momentum, "matrix")
         directions = {"main": torch.where(is_matrix(layout, momentum), found, adam)}
+        # A sign is of size 1 however small its momentum is, and the slow mean outlasts the others by far: without this
+        # a coordinate that has lost its gradient would go on.
+        share = activity(g, {"rnnprop": adam[None]})
         for control in self.controls:
             if control == "mix":
                 directions["adam"] = adam
             elif control == "sign":
-                directions["sign"] = momentum.sign()
+                directions["sign"] = momentum.sign() * share
             elif control == "slow":
                 assert moments.slow is not None
-                directions["slow"] = moments.slow
+                directions["slow"] = moments.slow * share
         return directions
 
 

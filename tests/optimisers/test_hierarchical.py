@@ -53,6 +53,10 @@ def log_share(part, whole):
     return math.log(part / (whole + 1e-30) + 1e-4) / 3 + 1
 
 
+def sign(x):
+    return math.copysign(1, x) if x else 0.0
+
+
 def clamped(x, limit):
     return max(-limit, min(limit, x))
 
@@ -138,12 +142,13 @@ class Loops:
         momentum = [(1 - abs(p)) * x + abs(p) * total * y for x, y in zip(nesterov, towards, strict=True)]
         mean = [(1 - abs(p)) * x + abs(p) * y for x, y in zip(m, towards, strict=True)]
         adam = [x / (math.sqrt(y) + 1e-8) for x, y in zip(mean, v, strict=True)]
+        active = [1 if x else min(1, abs(y) / 0.1) for x, y in zip(g, adam, strict=True)]
         d = newton_schulz(momentum, shape) if kind == "matrix" else adam
         d = self.normal(d)
         for name, other in (
             ("mix", adam),
-            ("sign", [math.copysign(1, x) if x else 0.0 for x in momentum]),
-            ("slow", s),
+            ("sign", [a * sign(x) for a, x in zip(active, momentum, strict=True)]),
+            ("slow", [a * x for a, x in zip(active, s, strict=True)]),
         ):
             if name in self.controls:
                 limit = math.pi / 2 if o[name] > 0 else 0.25
