@@ -67,6 +67,16 @@ def test_in_float32_it_is_near():
     laws.assert_close(run(fused.update_, fused, dtype=single), run(plain.update, plain, dtype=single), 2e-4)
 
 
+def test_what_the_memory_held_before_does_not_matter():
+    fused = both()[1]
+    wanted = run(fused.update_, fused)
+    (tensors,) = fused._plans.values()
+    batches = [(batch.x, batch.y, batch.gram, batch.square) for batch in tensors.plan.batches]
+    for memory in (tensors.adam, tensors.plan.update, *sum(batches, ())):
+        memory.fill_(torch.nan)
+    laws.assert_same(run(fused.update_, fused), wanted)
+
+
 def bad(g, step):
     return g.masked_fill(torch.arange(g.shape[-1]) % 7 == 0, float("nan")) if step % 2 else g
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from implementations import OPTIMISEES
+from implementations import OPTIMISEES, hierarchical
 
 import optimisees
 from l2lopt import kernels, optimisers
@@ -17,6 +17,9 @@ from l2lopt.optimisers.phi_rows import PhiRows
 
 ROWS = 3
 RATES = torch.tensor([0.01, 0.02, 0.03], dtype=torch.float64)
+
+FEW = {"cell": "none", "facts": ["growth", "loss-trend"], "controls": ["step", "mix"]}
+"""Options of a hierarchical rule that is soon recorded."""
 
 
 def rows_of_phi(rule):
@@ -44,6 +47,8 @@ RULES = {
     "lstm": lambda: optimisers.make("coordinatewise", cell="lstm", rule="direction-and-magnitude").double(),
     "rows of lstm": lambda: rows_of_phi(optimisers.make("coordinatewise").double()),
     "rows of lstm, fused": lambda: kernels.fuse(rows_of_phi(optimisers.make("coordinatewise").double())),
+    "hierarchical, fused": lambda: kernels.fuse(hierarchical(**FEW).requires_grad_(False)),
+    "rows of hierarchical": lambda: rows_of_phi(hierarchical(**FEW)),
     "lstm, fused": lambda: Scheduled(kernels.fuse(optimisers.make("coordinatewise").double()), "constant", lr=RATES),
 }
 """Name → an optimiser of three rows in float64."""
