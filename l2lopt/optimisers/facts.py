@@ -128,7 +128,8 @@ FACTS: Mapping[str, Fact] = {
         ("params",),
         "moved",
     ),
-    # 1 where the tensor is of that kind, −1 elsewhere; log(fan-in) / 3 − 1; the place among the tensors, from −1 to 1.
+    # 1 where the tensor is of that kind, −1 elsewhere; log(fan-in) / 3 − 1; the place among the tensors, from −1 to 1:
+    # among those of one flat vector, so that parameters in several groups, or cut otherwise, have other depths.
     "matrix": Fact(lambda n: 2 * n.kinds["matrix"] - 1),
     "vector": Fact(lambda n: 2 * n.kinds["vector"] - 1),
     "embedding": Fact(lambda n: 2 * n.kinds["embedding"] - 1),

@@ -8,20 +8,23 @@ import laws
 import processes
 import pytest
 import torch
-from implementations import DOUBLES, OPTIMISERS, normal
+from implementations import DOUBLES, OPTIMISERS, hierarchical, normal
 from torch import distributed, nn
 from torch.utils import _pytree as pytree
 
 from l2lopt import LearnedOptimizer, UserError, optimisers, parameter_groups
 from l2lopt.torch_optim import sharding
 
-EVERY = OPTIMISERS | DOUBLES
+# The depth is a place in the flat vector, and parameters that lie otherwise have a vector of their own.
+STEERED = "hierarchical without depth"
+EVERY = OPTIMISERS | DOUBLES | {STEERED: partial(hierarchical, "depth")}
 RECIPE = "coordinatewise direction-and-magnitude"
 RULES = [
     RECIPE,
     f"{RECIPE} by fan-in",
     "normalised-adam",
     "normalised-muon",
+    STEERED,
     "muon",
     "coordinatewise additive",
     "adamw",
