@@ -64,7 +64,8 @@ class NormalisedAdam(Optimiser):
             StepInputs(grads, params, step, loss, state.layout, torch.ones_like(grads, dtype=torch.bool)),
             state.coordinates,
         )
+        direction, _ = seen
         rate = per_row(self.lr, grads) / (1 + (step - 1).to(grads.dtype) / self.horizon)
-        scale = state.layout.tensors.spread(root_mean_square(seen[0], state.layout, self.by_fan_in))
-        update = -rate * (seen[0] / scale * activity(grads, {"rnnprop": seen}) + self.weight_decay * params)
+        scale = state.layout.tensors.spread(root_mean_square(direction, state.layout, self.by_fan_in))
+        update = -rate * (direction / scale * activity(grads, {"rnnprop": seen}) + self.weight_decay * params)
         return update, OptimiserState(state.layout, memory, {}, {"step": step})

@@ -17,7 +17,8 @@ def per_row(rate: Rate, grads: Tensor) -> Rate:
 
 def check_rate(rate: Rate) -> Rate:
     """A rate, or all rates, above 0 and finite."""
-    rates = torch.as_tensor(rate)
+    # In double precision: a number above 3e38 is none of float32's, and a rate all the same.
+    rates = rate if isinstance(rate, Tensor) else torch.tensor(rate, dtype=torch.float64)
     if not bool((rates.gt(0) & rates.isfinite()).all()):
         raise UserError("lr", expected="a rate above 0", found=str(rate), remedy="give a positive rate")
     return rate

@@ -201,7 +201,8 @@ def activity(grads: Tensor, features: Mapping[str, Tensor]) -> Tensor:
     if "rnnprop" not in features:
         return (~silent).to(grads.dtype)
     # A choice and not a product with the mask, so that nothing changes by a bit where there is a gradient.
-    return torch.where(silent, (features["rnnprop"][0].abs() / LEAST).clamp(max=1.0), 1.0)
+    direction = features["rnnprop"].unbind()[0]
+    return torch.where(silent, (direction.abs() / LEAST).clamp(max=1.0), 1.0)
 
 
 def root_mean_square(values: Tensor, layout: Layout, by_fan_in: bool = False) -> Tensor:

@@ -340,7 +340,7 @@ def test_learning_beats_pixels_that_know_nothing_of_each_other():
     [
         ({"read": 1}, "attention: size: expected at least 2, found 1"),
         ({"write": 1}, "attention: size: expected at least 2, found 1"),
-        ({"steps": 0}, "draw: steps: expected above 0"),
+        ({"steps": 0}, "draw: steps: expected from 1 to 10000"),
         ({"latent_size": 0}, "draw: latent_size: expected above 0"),
         ({"evaluation_size": 0}, "draw: evaluation_size: expected above 0"),
         ({"decoder": "sru"}, "cell 'sru': expected input_size = hidden_size"),

@@ -44,6 +44,9 @@ def test_places_lead_to_the_batches(make):
 IN_PLACES = {
     *("mlp", "convnet", "resnet", "mlp on images", "convnet on images", "resnet on changed images"),
     *("module with batch norm", "transformer", "sequence-metric siamese", "sequence-metric coupled"),
+    *("mlp with batch norm", "convnet with layer norm", "vit", "logistic-regression", "matrix-factorisation"),
+    *("autoencoder", "autoencoder on images", "parametric-mlp", "parametric-convnet", "parametric-language"),
+    *("augmented samples", "augmented scales of a convnet"),
 }
 """Optimisees whose batches carry nothing but samples; of the changed images only those that are not trained on."""
 

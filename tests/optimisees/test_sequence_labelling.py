@@ -190,7 +190,7 @@ def test_initial_values():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"layers": 0}, "sequence-labelling: layers: expected above 0"),
+        ({"layers": 0}, "sequence-labelling: layers: expected from 1 to 10000"),
         ({"batch_size": 0}, "batch_size: expected above 0"),
         ({"hidden_size": -1}, "hidden_size: expected above 0"),
         ({"dropout": 1.0}, r"dropout: expected a share in \[0, 1\)"),
