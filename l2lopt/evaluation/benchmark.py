@@ -1,4 +1,24 @@
-"""The protocol of a benchmark: what an optimiser runs on a task in each league, and at which rate."""
+"""The protocol of a benchmark: what an optimiser runs on a task in each league, and at which rate.
+
+Three leagues, as a table of tuned optimisers alone says nothing to those who do not tune, and one of untuned ones alone
+rewards whoever had the tasks in mind (Schneider et al. 2019, DeepOBS; Dahl et al. 2023, AlgoPerf, whose two tracks are
+"tuned from outside" and "self-tuned"):
+
+- *untuned*: one setting for all tasks, the author's or the usual one. Optimisers without a rate belong here, and what a
+  learned rule gives as it is shipped (Metz et al. 2022, VeLOdrome).
+- *self-tuned*: the one rate of its grid that is best over the meta-training tasks, on all others. What a careful user
+  carries from project to project, and the fair rival of a rule that was meta-trained on these tasks.
+- *tuned*: the best of k rates on each task, the same k for nearly all.
+
+What is fair about it: all optimisers meet the same initial values and the same batches, seed by seed, and have the same
+budget of steps, which those with a schedule are told. A rate is chosen on other seeds than the reported ones, for the
+training loss by what the runs train on and for the test loss by samples held out from them; a choice at an end of its
+grid is said. A run that diverges is counted and makes its mean infinite; none is dropped. Seconds are measured apart
+from the runs, before them, while nothing else runs, eagerly and one run at a time, as in a user's own loop.
+
+Figures of merit are in `evaluation.scores`: interquartile means and bootstrap intervals (Agarwal et al. 2021, rliable),
+the steps to a target that another optimiser has set, and performance profiles (Dolan and Moré 2002; AlgoPerf).
+"""
 
 import math
 from collections.abc import Mapping, Sequence
