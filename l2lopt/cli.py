@@ -18,6 +18,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.text import Text
 
 from l2lopt.core.errors import UserError
+from l2lopt.core.interrupts import interrupted_between_steps
+from l2lopt.storage.disk_space import disk_full
 
 if TYPE_CHECKING:
     from l2lopt.core.types import Report
@@ -210,8 +212,9 @@ def reproduce(
 
 
 def main() -> None:
-    """Runs the command line; a user's mistake ends in one line on standard error and exit code 2.
+    """Runs the command line; a user's mistake or a full disk ends in one line on standard error and exit code 2.
 
+    An interruption (Ctrl-C) ends in one line and exit code 130. A run is gone on with by `--resume` after both.
     Of several ranks only the first one talks, but for errors.
     """
     console.quiet = _RANK not in (None, "0")
@@ -226,6 +229,9 @@ def main() -> None:
     except typer.Abort:
         _fail("stopped", code=130)
     except Exception as error:
+        if (full := disk_full(error)) is not None:
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # where it lies on that disk, it would fail once more at the end
+            _fail(str(full))
         message = getattr(error, "format_message", None)  # click's own usage errors
         if message is None:
             raise
@@ -265,7 +271,11 @@ def _progress() -> "Iterator[Report]":
     bars: dict[str, TaskID] = {}
     tenths: dict[str, int] = {}
     quiet, period = not console.is_terminal, 1800.0  # seconds that the speed is taken over: steps may take a minute
-    with Progress(*columns, console=console, disable=quiet, speed_estimate_period=period) as progress, _told():
+    with (
+        Progress(*columns, console=console, disable=quiet, speed_estimate_period=period) as progress,
+        _told(),
+        interrupted_between_steps() as step_ended,
+    ):
 
         def report(stage: str, done: int, total: int, figures: Mapping[str, float]) -> None:
             shown = "  ".join(f"{name} {value:.4g}" for name, value in list(figures.items())[:3])
@@ -280,6 +290,7 @@ def _progress() -> "Iterator[Report]":
                 told = f"  left {timedelta(seconds=ceil(left))}" if left else ""
                 line = f"{stage}: {done}/{total}  {shown}{told}"
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
+            step_ended()
 
         yield report
 
