@@ -18,6 +18,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.text import Text
 
 from l2lopt.core.errors import UserError, printable
+from l2lopt.core.interrupts import interrupted_between_steps
+from l2lopt.storage.disk_space import disk_full
 
 if TYPE_CHECKING:
     from l2lopt.core.types import Report
@@ -259,8 +261,9 @@ def benchmark(
 
 
 def main() -> None:
-    """Runs the command line; a user's mistake ends in one line on standard error and exit code 2.
+    """Runs the command line; a user's mistake or a full disk ends in one line on standard error and exit code 2.
 
+    An interruption (Ctrl-C) ends in one line and exit code 130. A run is gone on with by `--resume` after both.
     Of several ranks only the first one talks, but for errors.
     """
     console.quiet = _RANK not in (None, "0")
@@ -275,6 +278,9 @@ def main() -> None:
     except typer.Abort:
         _fail("stopped", code=130)
     except Exception as error:
+        if (full := disk_full(error)) is not None:
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # where it lies on that disk, it would fail once more at the end
+            _fail(str(full))
         message = getattr(error, "format_message", None)  # click's own usage errors
         if message is None:
             raise
@@ -313,7 +319,11 @@ def _progress() -> "Iterator[Report]":
     bars: dict[str, TaskID] = {}
     tenths: dict[str, int] = {}
     quiet, period = not console.is_terminal, 1800.0  # seconds that the speed is taken over: steps may take a minute
-    with Progress(*columns, console=console, disable=quiet, speed_estimate_period=period) as progress, _told():
+    with (
+        Progress(*columns, console=console, disable=quiet, speed_estimate_period=period) as progress,
+        _told(),
+        interrupted_between_steps() as step_ended,
+    ):
 
         def report(stage: str, done: int, total: int, figures: Mapping[str, float]) -> None:
             stage = printable(stage)
@@ -328,6 +338,7 @@ def _progress() -> "Iterator[Report]":
                 left = progress.tasks[bars[stage]].time_remaining
                 told = f"  left {timedelta(seconds=ceil(left))}" if left else ""
                 _say(f"{stage}: {done}/{total}  {shown}{told}")
+            step_ended()
 
         yield report
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from l2lopt.core.interrupts import interrupted_after
 from l2lopt.evaluation import scores
 from l2lopt.evaluation.benchmark_result import BenchmarkResult
 from l2lopt.evaluation.standings import Competitor, Standings
-from l2lopt.storage.run_log import interrupted_after
 
 
 def write_board(result: BenchmarkResult, folder: Path, figures: Iterable[Path] = ()) -> None:

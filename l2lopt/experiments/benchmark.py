@@ -3,6 +3,7 @@
 import logging
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from l2lopt.experiments import config as configs
 from l2lopt.experiments.benchmark_jobs import Plan, PlannedTask
 from l2lopt.optimisee import Optimisee
 from l2lopt.parallel import processes
+from l2lopt.storage.run_lock import locked
 
 _log = logging.getLogger("l2lopt")
 OWN = "small"
@@ -85,7 +87,8 @@ def benchmark(
         raise UserError("jobs", expected="1 for problems made in Python", found=str(jobs), remedy=remedy)
     home = Path(folder or Path("runs") / f"benchmark-{name}")
     plan = Plan(asked, tuple(planned), Path(cache or home.parent / "cache"))
-    with processes.together():
+    with ExitStack() as held, processes.together():
+        processes.on_first(lambda: held.enter_context(locked(home)))
         infos, runs, seconds = benchmark_jobs.make_runs(plan, jobs, report)
         known = benchmark_jobs.environment()
         result = BenchmarkResult(name, asked.seeds, tuple(infos), tuple(runs), step_seconds=seconds, environment=known)

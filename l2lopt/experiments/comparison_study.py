@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -26,6 +27,7 @@ from l2lopt.experiments.comparison_jobs import Job, Study, StudyLocation
 from l2lopt.experiments.training_study import TrainingStudy
 from l2lopt.parallel import processes
 from l2lopt.parallel.jobs import run_jobs, slug
+from l2lopt.storage.run_lock import locked
 from l2lopt.storage.run_log import write_json, write_text
 from l2lopt.storage.toml_file import read_toml
 
@@ -99,7 +101,7 @@ def reproduce(
         `table.md`, `table.json`, and a figure for each problem.
 
     Raises:
-        UserError: For a mistake in the study or one of its configs.
+        UserError: For a mistake in the study or one of its configs, and for a folder in which another process works.
 
     Example:
         >>> import l2lopt
@@ -109,11 +111,13 @@ def reproduce(
     if isinstance(study, TrainingStudy):
         processes.alone("reproduce")
         return training_study.reproduce(study, path, folder, changes=changes, jobs=jobs, report=report)
-    with processes.together():
+    with processes.together(), ExitStack() as held:
         location = StudyLocation(study, str(path), str(folder), tuple(changes))
         planned = list(comparison_jobs.all_jobs(location))
         _check_names(location)
         processes.on_first(lambda: run_folder.writable(Path(folder)))
+        lock = locked(Path(folder))
+        processes.on_first(lambda: held.enter_context(lock))
         _forecast(location, planned, jobs)
         if jobs > 1 and processes.ranks() > 1:
             raise UserError("jobs", expected="1 under torchrun", found=str(jobs), remedy="drop --jobs, or torchrun")

@@ -2,7 +2,8 @@
 
 import csv
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -18,7 +19,7 @@ from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import Config, TrainConfig
 from l2lopt.optimisee import MODEL, SavedRun
 from l2lopt.report import figures
-from l2lopt.storage import tensor_file
+from l2lopt.storage import run_lock, tensor_file
 from l2lopt.storage.run_log import existing, write_json, written_whole
 
 _FILES = (
@@ -51,24 +52,32 @@ _FACTS = {
 """Fields of the header of `model.safetensors`, and the types of their values."""
 
 
-def claim(folder: Path, overwrite: bool, resume: bool, artefacts: Sequence[str] = ()) -> Path:
-    """The folder for a run, made if need be, without the files of an earlier run.
+@contextmanager
+def claimed(run: str | Path, overwrite: bool, resume: bool, artefacts: Sequence[str] = ()) -> Iterator[Path]:
+    """The folder for a run, made if need be, which other processes are kept out of within the block.
 
     Args:
-        folder: Folder of the run.
+        run: Folder of the run.
         overwrite: Whether an earlier run's files are removed.
         resume: Whether an earlier run goes on, so that its files stay.
         artefacts: Patterns of further files that such a run leaves, beside those of registered optimisees.
 
     Raises:
-        UserError: For a file, a folder that cannot be written in, files that no run has left, and an earlier run where
-            neither `overwrite` nor `resume` is given.
+        UserError: For a folder in which another process works, a file, a folder that cannot be written in, files that
+            no run has left, and an earlier run where neither `overwrite` nor `resume` is given.
     """
+    folder = Path(run)
+    if folder.exists() and not folder.is_dir():
+        raise UserError(str(folder), expected="a folder", found="a file", remedy="choose another --run")
+    with run_lock.locked(folder):
+        yield _cleared(folder, overwrite, resume, artefacts)
+
+
+def _cleared(folder: Path, overwrite: bool, resume: bool, artefacts: Sequence[str]) -> Path:
+    """A folder that is locked, without the files of an earlier run; see `claimed`."""
     another = "choose another --run"
     try:
-        if folder.exists() and not folder.is_dir():
-            raise UserError(str(folder), expected="a folder", found="a file", remedy=another)
-        if folder.exists() and any(folder.iterdir()) and not resume:
+        if any(path.name != run_lock.NAME for path in folder.iterdir()) and not resume:
             expected, events = "a new or empty folder", any(folder.glob("events.out.tfevents.*"))
             if not events or not (folder / "config.toml").is_file():
                 raise UserError(str(folder), expected=expected, found="files that no run has left", remedy=another)

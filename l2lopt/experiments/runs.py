@@ -4,7 +4,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from l2lopt.experiments import build, from_python
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import Config, TrainConfig
 from l2lopt.experiments.run_folder import (
-    claim,
+    claimed,
     draw_evaluation,
     evaluation_summary,
     meta_training_config,
@@ -33,6 +33,7 @@ from l2lopt.parallel.threads import cpu_threads
 from l2lopt.report import figures
 from l2lopt.storage import tensor_file
 from l2lopt.storage.checkpoint import CheckpointFile, restoring
+from l2lopt.storage.run_lock import locked
 from l2lopt.storage.run_log import NoRecords, Records, write_json, write_text
 from l2lopt.training import meta_train as meta_training
 from l2lopt.training import train as training
@@ -71,7 +72,7 @@ def meta_train(
 
     Raises:
         UserError: For a mistake in the config, another optimisee than that of the run to go on with, or a folder that
-            holds a run already.
+            holds a run already, or in which another process works; for a full disk, after which `resume` goes on.
 
     Examples:
         >>> import l2lopt, torch
@@ -83,11 +84,12 @@ def meta_train(
         >>> sorted(path.name for path in run.glob("o*"))
         ['optimiser.safetensors']
     """
-    with processes.together():
+    with processes.together(), ExitStack() as held:
         source = from_python.source(config, optimiser, is_trained=True)
         experiment = build.build(configs.load(source.config, changes), source.optimisees)
         settings = experiment.config
-        folder = processes.on_first(lambda: claim(Path(run), overwrite, resume, experiment.optimisee.artefact_files))
+        claim = claimed(run, overwrite, resume, experiment.optimisee.artefact_files)
+        folder = processes.on_first(lambda: held.enter_context(claim))
         work = settings.model_dump(mode="json", exclude={"evaluation", "label"})
         for number, optimisee in enumerate(experiment.optimisees):
             work |= {f"{number}.{name}": value for name, value in optimisee.fingerprint().items()}
@@ -118,8 +120,7 @@ def meta_train(
             "inner_steps": result.inner_steps,
             "skipped_unrolls": result.skipped,
         }
-        path = folder / "optimiser.safetensors"
-        processes.on_first(lambda: weights.save(experiment.optimiser, path, facts))
+        processes.on_first(lambda: weights.save(experiment.optimiser, folder / "optimiser.safetensors", facts))
     return folder
 
 
@@ -166,7 +167,7 @@ def evaluate(
             if getattr(other, key) != getattr(settings[0], key):
                 expected, found = f"the {key} of {folders[0]}", "another"
                 raise UserError(str(folder), expected=expected, found=found, remedy="evaluate it by itself")
-    with processes.together():
+    with processes.together(), ExitStack() as held:
         first = build.build(settings[0].model_copy(update={"mixed_with": []}), from_python.listed(optimisee)[:1])
         learned = {}
         for folder, own in zip(folders, settings, strict=True):
@@ -178,6 +179,8 @@ def evaluate(
                 weights.load(folder / "optimiser.safetensors", trusted=True), [first.optimisee]
             )
             learned[name] = kernels.fuse(optimiser.to(build.device(own.device)), own.backend)
+        locks = [locked(folder) for folder in {folder.resolve(): folder for folder in folders}.values()]
+        processes.on_first(lambda: list(map(held.enter_context, locks)))
         with cpu_threads(settings[0].threads):
             result = comparison.evaluate(
                 learned, first.optimisee, settings[0].evaluation, seed=settings[0].seed, report=report
@@ -218,7 +221,8 @@ def train(
 
     Raises:
         UserError: For a mistake in the config, damaged weights, another optimisee or optimiser than that of the run to
-            go on with, a folder that holds a run already, or several processes of `torchrun`.
+            go on with, a folder that holds a run already or in which another process works, a full disk (after which
+            `resume` goes on), or several processes of `torchrun`.
 
     Examples:
         >>> import l2lopt, torch
@@ -234,8 +238,13 @@ def train(
     processes.alone("train")
     source = from_python.source(config, optimiser)
     built = build.build_training(configs.load(source.config, changes, kind=TrainConfig), *source[1:])
+    with claimed(run, overwrite, resume, built.optimisee.artefact_files) as folder:
+        return _train(built, folder, report)
+
+
+def _train(built: build.Training, folder: Path, report: Report) -> Trained:
+    """Trains in a folder that is claimed."""
     settings = built.config
-    folder = claim(Path(run), overwrite, resume, built.optimisee.artefact_files)
     work = settings.model_dump(mode="json", exclude={"label"}) | {"weights": _digest(settings.optimiser)}
     checkpoint = CheckpointFile(folder / "checkpoint.safetensors", work | built.optimisee.fingerprint())
     kept = checkpoint.load()

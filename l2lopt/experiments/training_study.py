@@ -24,6 +24,7 @@ from l2lopt.parallel.jobs import fingerprint, format_range, load_result, run_job
 from l2lopt.parallel.threads import cpu_threads
 from l2lopt.report.tables import Cell, Table
 from l2lopt.storage import toml_file
+from l2lopt.storage.run_lock import locked
 from l2lopt.storage.run_log import write_json, write_text
 
 ROWS = ("runs", "encoders", "labellers")
@@ -114,18 +115,20 @@ def reproduce(
         report: Progress.
 
     Raises:
-        UserError: For a mistake in the study or one of its configs, before any work, and for a changed recipe.
+        UserError: For a mistake in the study or one of its configs, before any work, for a changed recipe, and for a
+            folder in which another process works.
     """
     references, rows, beside = _prepared(study, Path(source), Path(folder), changes)
     writable(Path(folder))
-    make = partial(_make, references)
-    rounds = zip_longest(*(own.values() for own in rows.values()))
-    run_jobs(make, [job for one in rounds for job in one if job is not None], jobs, report)
-    found = {label: {str(seed): make(job, report) for seed, job in own.items()} for label, own in rows.items()}
-    paths = [Path(folder) / "table.md", Path(folder) / "table.json"]
-    write_text(paths[0], table(study, references, found, beside).markdown() + "\n")
-    write_json(paths[1], references.facts(found, beside))
-    return [*paths, *references.figures(found, beside, Path(folder) / "figures")]
+    with locked(Path(folder)):
+        make = partial(_make, references)
+        rounds = zip_longest(*(own.values() for own in rows.values()))
+        run_jobs(make, [job for one in rounds for job in one if job is not None], jobs, report)
+        found = {label: {str(seed): make(job, report) for seed, job in own.items()} for label, own in rows.items()}
+        paths = [Path(folder) / "table.md", Path(folder) / "table.json"]
+        write_text(paths[0], table(study, references, found, beside).markdown() + "\n")
+        write_json(paths[1], references.facts(found, beside))
+        return [*paths, *references.figures(found, beside, Path(folder) / "figures")]
 
 
 def _prepared(

@@ -4,12 +4,16 @@ import hashlib
 import json
 import math
 import os
+import signal
+import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from importlib.metadata import version
-from multiprocessing import get_context, parent_process
+from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol, TypeVar
@@ -57,22 +61,24 @@ def run_jobs(run: Callable[[J, Report], object], jobs: Sequence[J], processes: i
     # "spawn": a forked process would inherit PyTorch's thread pools and CUDA context, which do not survive a fork.
     context = get_context("spawn")
     events = context.SimpleQueue()
-    with ProcessPoolExecutor(processes, mp_context=context, initializer=_set_events, initargs=(events,)) as pool:
-        waiting: set[Future[bool]] = {pool.submit(_run_job, run, job) for job in jobs}
-        # There is no public access to the processes before Python 3.14.
-        workers = list(pool._processes.values())
-        numbers = {worker.pid: str(number) for number, worker in enumerate(workers, 1)}
+    others, numbers = set(active_children()), dict[int, str]()
+    with ProcessPoolExecutor(processes, mp_context=context, initializer=_begin, initargs=(events,)) as pool:
+        with _uninterrupted_children():
+            waiting: set[Future[bool]] = {pool.submit(_run_job, run, job) for job in jobs}
+        # The pool itself gives no access to its processes before Python 3.14.
+        workers = set(active_children()) - others
         try:
             while waiting:
-                # A second at most: progress is shown, and dead processes are found, while no job ends.
-                done, waiting = wait(waiting, timeout=1, return_when=FIRST_COMPLETED)
+                # Half a second at most: progress is shown, and dead processes are found, while no job ends.
+                done, waiting = wait(waiting, timeout=0.5, return_when=FIRST_COMPLETED)
                 while not events.empty():
                     process, stage, *event = events.get()
-                    report(f"{numbers[process]}: {stage}", *event)
+                    report(f"{numbers.setdefault(process, str(len(numbers) + 1))}: {stage}", *event)
                 done_now += sum(future.result() for future in done)
-                if done:  # without the jobs that were done before: they take no time, and would spoil the forecast
-                    report("study", done_now, done_now + len(waiting), {})
-                elif any(worker.exitcode is not None for worker in workers):
+                # Without the jobs that were done before: they take no time, and would spoil the forecast. Also while no
+                # job ends: an interruption waits for a report.
+                report("study", done_now, done_now + len(waiting), {})
+                if not done and any(worker.exitcode is not None for worker in workers):
                     raise BrokenProcessPool  # the pool may miss a killed process and wait for ever
         except BaseException as error:
             for worker in workers:
@@ -84,6 +90,23 @@ def run_jobs(run: Callable[[J, Report], object], jobs: Sequence[J], processes: i
             raise
 
 
+@contextmanager
+def _uninterrupted_children() -> Iterator[None]:
+    """Processes that are started in the block do not see Ctrl-C, which a terminal sends to them as well.
+
+    Their parent ends them; each would end in a traceback otherwise. Blocked before they begin: they import PyTorch for
+    seconds before any line of ours could ignore it.
+    """
+    if sys.platform == "win32":  # `_begin` does it there
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 _events: Any = None
 """In a worker process, the queue to which it sends its progress; set once, when the process begins.
 
@@ -91,9 +114,21 @@ A global: `submit` cannot pickle a queue, which may only be inherited.
 """
 
 
-def _set_events(events: Any) -> None:
+def _begin(events: Any) -> None:
+    """Prepares a worker process."""
     global _events
     _events = events
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Ends this worker process when its parent has died: it would write beside the same study, started again."""
+    parent = parent_process()
+    assert parent is not None, "a worker process has a parent"
+    parent.join()
+    # `sys.exit` would end this thread alone. Safe at any moment: files are written under another name and renamed.
+    os._exit(1)
 
 
 def _run_job(run: Callable[[J, Report], object], job: J) -> bool:
@@ -108,8 +143,6 @@ def _run_job(run: Callable[[J, Report], object], job: J) -> bool:
         if (now := time.monotonic()) - last.get(stage, -math.inf) < 1 and done not in (0, total):
             return
         last[stage] = now
-        if (parent := parent_process()) is not None and not parent.is_alive():
-            os._exit(1)  # otherwise it would write beside the same study, started again
         _events.put((os.getpid(), stage, done, total, dict(figures)))
 
     run(job, send)

@@ -4,16 +4,16 @@ import json
 import math
 import os
 import secrets
-import signal
 import stat
-import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from l2lopt.core.digest import sealed
 from l2lopt.core.errors import UserError
+from l2lopt.core.interrupts import interrupted_after
+from l2lopt.storage.disk_space import needs_space
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,15 +40,15 @@ class Records:
     """
 
     def __init__(self, folder: Path, after: int = -1, pending: str | None = None) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # imported here: it takes half a second
+        from l2lopt.storage.event_file import EventFile  # imported here: it takes half a second
 
-        path = folder / "metrics.jsonl"
+        self._path = path = folder / "metrics.jsonl"
         if path.exists():
             # Rewritten before it is opened to append: new lines would join one that a kill has cut short.
             write_text(path, "".join(_standing(path, after, pending)))
-        with interrupted_after():
+        with interrupted_after(), needs_space(path):
             self._lines = path.open("a", encoding="utf-8")
-            self._board = SummaryWriter(str(folder), max_queue=1000, purge_step=after + 1)
+            self._board = EventFile(folder, purge=after + 1)
 
     def write(self, stage: str, step: int, figures: Mapping[str, float]) -> None:
         """Appends {"stage", "step", figures…}; a figure that is not finite is null."""
@@ -56,25 +56,25 @@ class Records:
         line = {"stage": stage, "step": step} | {
             name: value if math.isfinite(value) else None for name, value in figures.items()
         }
-        self._lines.write(json.dumps(line) + "\n")
-        # At every line, so that a killed run keeps all that it has logged.
-        self._lines.flush()
-        # TensorBoard's queue: an interruption inside its locks would leave them held, and `close` waiting.
+        # An interruption in the middle would leave half a line, which nothing but a resumed run drops.
         with interrupted_after():
-            for name, value in figures.items():
-                self._board.add_scalar(f"{stage}/{name}", value, step)
+            with needs_space(self._path):
+                self._lines.write(json.dumps(line) + "\n")
+                # At every line, so that a killed run keeps all that it has logged.
+                self._lines.flush()
+            with needs_space(self._board.path):
+                self._board.write({f"{stage}/{name}": value for name, value in figures.items()}, step)
 
     def show(self, name: str, step: int, images: "Tensor") -> None:
         """Puts the images side by side into TensorBoard."""
-        with interrupted_after():
+        with interrupted_after(), needs_space(self._board.path):
             # `clamp` lets NaN through, which no pixel can show.
-            self._board.add_images(name, images.nan_to_num().clamp(0, 1), step)
+            self._board.show(name, images.nan_to_num().clamp(0, 1), step)
 
     def close(self) -> None:
-        """Flushes both files."""
-        with interrupted_after():
-            self._lines.close()
-            self._board.close()
+        """Closes both files; what a full disk did not take is tried once more."""
+        with interrupted_after(), needs_space(self._path), closing(self._board), closing(self._lines):
+            pass
 
 
 class NoRecords:
@@ -88,30 +88,6 @@ class NoRecords:
 
 
 @contextmanager
-def interrupted_after() -> Iterator[None]:
-    """Holds an interruption (Ctrl-C) that comes within the block back until the block has ended.
-
-    Only the main thread is ever interrupted; in others this does nothing.
-    """
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
-        yield
-        return
-    came = False
-
-    def note(*_: object) -> None:
-        nonlocal came
-        came = True
-
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if came:
-            signal.raise_signal(signal.SIGINT)
-
-
-@contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
     """A temporary path beside `path`, renamed to `path` when the block ends, deleted when the block raises.
 
@@ -119,7 +95,17 @@ def written_whole(path: Path) -> Iterator[Path]:
 
     Args:
         path: File to write; its folder is made if need be.
+
+    Raises:
+        UserError: If the disk is full.
     """
+    with needs_space(path), _renamed(path) as temporary:
+        yield temporary
+
+
+@contextmanager
+def _renamed(path: Path) -> Iterator[Path]:
+    """As `written_whole`, with the errors of the operating system."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # In the same folder: a rename from one file system to another fails. A part of the name: a file's name may be as
     # long as the file system takes.

@@ -1,0 +1,49 @@
+"""A full disk as a mistake that the user can mend."""
+
+import errno
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from l2lopt.core.errors import UserError
+
+_FULL = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
+"""The errors of a full disk, of a file above the process's limit (`ulimit -f`), and of a used-up quota."""
+
+
+@contextmanager
+def needs_space(path: Path) -> Iterator[None]:
+    """Turns the error of a full disk into one line for the user.
+
+    Args:
+        path: File that is written in the block.
+
+    Raises:
+        UserError: If the disk has no space left, or the user's quota or limit is used up.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # safetensors raises an error of its own, which is no `OSError`
+        if (full := disk_full(error, path)) is None:
+            raise
+        raise full from error
+
+
+def disk_full(error: Exception, path: Path | str | None = None) -> UserError | None:
+    """The user's mistake where the cause of an error is a full disk; None for other errors.
+
+    Args:
+        error: Error of writing.
+        path: File that was written; by default the one that the error names.
+    """
+    in_text = re.search(r"\(os error (\d+)\)", str(error))  # as Rust writes it
+    number = error.errno if isinstance(error, OSError) else int(in_text[1]) if in_text else None
+    if number not in _FULL:
+        return None
+    where = path or getattr(error, "filename", None) or "the disk"
+    found = getattr(error, "strerror", None) or str(error)
+    remedy = "make space and go on, a run with --resume"
+    return UserError(str(where), expected="space for it on the disk", found=found, remedy=remedy)
