@@ -146,7 +146,10 @@ def test_a_step_errs_at_most_twice_as_much_as_plain(cell, rule, size, kept, pois
 @main_rules
 @main_cells
 def test_the_way_back_errs_at_most_twice_as_much_as_plain(cell, rule, size, poisoned):
-    """By the root mean square of the relative errors of φ's tensors: those of few numbers may be lucky."""
+    """By the root mean square of the relative errors of φ's tensors, each as often as it has numbers.
+
+    Those of few numbers may be lucky or unlucky: the head's bias is one sum of terms of both signs.
+    """
     found, plain = [], []
     for seed in range(3 if size < 1000 else 1):
         optimiser = seeded(learned(cell, rule, ["log-and-sign", "parameter"], (20, 20)), seed=seed)
@@ -159,9 +162,11 @@ def test_the_way_back_errs_at_most_twice_as_much_as_plain(cell, rule, size, pois
         true = replayed(optimiser, optimiser.phi(), moved(single, torch.float64))
         for errors, result in zip((found, plain), results, strict=True):
             errors += [
-                (result[name].double() - value).norm() / value.norm() for name, value in true.items() if value.any()
+                value.numel() ** 0.5 * (result[name].double() - value).norm() / value.norm()
+                for name, value in true.items()
+                if value.any()
             ]
-    assert torch.stack(found).square().mean().sqrt() <= 2 * torch.stack(plain).square().mean().sqrt()
+    assert torch.stack(found).norm() <= 2 * torch.stack(plain).norm()
 
 
 def test_a_record_in_bfloat16():
