@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -67,7 +68,8 @@ def claimed(run: str | Path, overwrite: bool, resume: bool, artefacts: Sequence[
             no run has left, and an earlier run where neither `overwrite` nor `resume` is given.
     """
     folder = Path(run)
-    if folder.exists() and not folder.is_dir():
+    # Not `Path.exists`, which raises for a name that no file can have; the lock says what is wrong with that.
+    if os.path.exists(folder) and not os.path.isdir(folder):
         raise UserError(str(folder), expected="a folder", found="a file", remedy="choose another --run")
     with run_lock.locked(folder):
         yield _cleared(folder, overwrite, resume, artefacts)

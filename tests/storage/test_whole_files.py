@@ -52,7 +52,7 @@ def test_a_name_that_is_too_long_is_refused(tmp_path):
     with pytest.raises(UserError, match="expected a config, found File name too long"):
         existing(tmp_path / ("x" * 5000), "a config", "do this")
     with pytest.raises(UserError, match="expected a folder to write in, found File name too long"):
-        run_folder.claim(tmp_path / ("x" * 5000), False, False)
+        run_folder.claimed(tmp_path / ("x" * 5000), False, False).__enter__()
 
 
 def network():
