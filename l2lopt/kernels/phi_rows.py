@@ -96,17 +96,25 @@ class RowSteps:
         """
         if not compiled:
             return self._eager(loss)
-        shapes = [(leaf.shape, leaf.dtype) for leaf in pytree.tree_leaves((carry.params, batch))]
-        key = (loss, *shapes)
+        key = (loss, carry.params.shape, carry.params.dtype, _shapes(batch))
         if key not in self._compiled:
             if len(self._compiled) == self.KEPT:
                 del self._compiled[next(iter(self._compiled))]
             try:
-                self._compiled[key] = self._compile(loss, carry, batch, phi)
+                self._compiled[key] = self._for_these(batch, self._compile(loss, carry, batch, phi), self._eager(loss))
             except NotCompiledError as reason:
                 _log.warning("the inner steps of perturbed rules stay eager: %s", reason)
                 self._compiled[key] = self._eager(loss)
         return self._compiled[key]
+
+    def _for_these(self, batch: Batch, compiled: RowStep, eager: RowStep) -> RowStep:
+        """Compiled steps for batches like this one, eager ones for others, such as windows of another length."""
+        shapes = _shapes(batch)
+
+        def step(carry: Carry, batch: Batch, phi: Params) -> tuple[Tensor, Carry]:
+            return (compiled if _shapes(batch) == shapes else eager)(carry, batch, phi)
+
+        return step
 
     def _eager(self, loss: Loss) -> RowStep:
         gradients = gradients_of_rows(loss)
@@ -187,3 +195,7 @@ def _rows_apart(state: OptimiserState, params: Tensor) -> OptimiserState:
         alone = rows.is_contiguous() and places[value.data_ptr()] == 1
         own[name] = value if alone else rows.clone(memory_format=torch.contiguous_format).movedim(0, axis)
     return state._replace(coordinates=own)
+
+
+def _shapes(batch: Batch) -> tuple[torch.Size, ...]:
+    return tuple(leaf.shape for leaf in pytree.tree_leaves(batch))
