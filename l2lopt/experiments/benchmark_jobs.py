@@ -244,7 +244,7 @@ def step_times(
         with cpu_threads(1):
             made = protocol.entry(competitor, _optimisee(plan, task))
             rule = competitor.optimiser if made.rule is None else files.digest(made.rule)
-            facts = [_facts(plan, task), rule, planned.steps, plan.suite.seeds]
+            facts = [_facts(plan, task), rule, competitor.schedule, planned.steps, plan.suite.seeds]
             key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
             if key not in known:
                 report("time steps", count, len(pairs), {})

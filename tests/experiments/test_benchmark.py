@@ -77,6 +77,18 @@ def test_a_benchmark_is_made_once(tmp_path, made):
     assert read_result(tmp_path / "one" / "benchmark.json").runs[0].losses["test"][8].shape == (2,)
 
 
+def test_steps_are_timed_once(tmp_path, monkeypatch):
+    """For each schedule by itself, and not again where the times are in the cache."""
+    timed = []
+    monkeypatch.setattr(benchmark_jobs.protocol, "step_seconds", lambda *given: timed.append(given) or 1e-3)
+    rates = {"optimiser": "adam", "rates": [0.1], "untuned": 0.1, "leagues": ["untuned"]}
+    both = {"constant": rates, "falling": rates | {"schedule": "cosine"}}
+    task = {"quadratic": {"name": "quadratic", "size": 3}}
+    for _ in range(2):
+        l2lopt.benchmark(tasks=task, optimisers=both, folder=tmp_path / "run", steps=4)
+    assert len(timed) == 4  # alone and side by side, for two optimisers
+
+
 def test_runs_are_shared_with_a_wider_benchmark(tmp_path, made):
     l2lopt.benchmark("smoke", tmp_path / "one", changes=CHANGES, steps=8)
     made.clear()
