@@ -56,6 +56,9 @@ Data = Annotated[
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier run in the folder.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on where an interrupted run stands.")]
+Cache = Annotated[
+    Path | None, typer.Option("--cache", help="Where runs are kept for benchmarks and studies that share them.")
+]
 
 
 @app.command()
@@ -212,6 +215,7 @@ def reproduce(
     device: Device = None,
     data: Data = None,
     jobs: Annotated[int, typer.Option("--jobs", min=1, help="Pieces made at the same time.")] = 1,
+    cache: Cache = None,
 ) -> None:
     """Make a study's table and figures: many optimisers, meta-seeds and problems; goes on where it was stopped."""
     from l2lopt.experiments import comparison_study
@@ -219,7 +223,7 @@ def reproduce(
     folder = run or Path("runs") / study.stem
     with _progress() as report:
         paths = comparison_study.reproduce(
-            study, folder, changes=_changes(changes, None, device), jobs=jobs, report=report
+            study, folder, changes=_changes(changes, None, device), cache=cache, jobs=jobs, report=report
         )
     _say(paths[0].read_text(encoding="utf-8"))
     _left(paths)
@@ -239,7 +243,7 @@ def benchmark(
         typer.Option("--task", metavar="MODULE:FUNCTION", help="A problem of your own, in place of the suite's tasks."),
     ] = None,
     steps: Annotated[int | None, typer.Option("--steps", min=1, help="Steps of each run.")] = None,
-    cache: Annotated[Path | None, typer.Option("--cache", help="Where runs are kept for other benchmarks.")] = None,
+    cache: Cache = None,
 ) -> None:
     """Compare optimisers on a suite of tasks, or on your own, untuned and tuned; goes on where it was stopped."""
     from l2lopt.experiments import benchmark as benchmarks
