@@ -56,9 +56,7 @@ Data = Annotated[
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier run in the folder.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on where an interrupted run stands.")]
-Cache = Annotated[
-    Path | None, typer.Option("--cache", help="Where runs are kept for benchmarks and studies that share them.")
-]
+Cache = Annotated[Path | None, typer.Option("--cache", help="Where runs are kept for other benchmarks and studies.")]
 
 
 @app.command()
@@ -249,17 +247,11 @@ def benchmark(
     from l2lopt.experiments import benchmark as benchmarks
 
     name = "own" if task else suite.stem
-    folder = run or Path("runs") / f"benchmark-{name}"
+    folder, asked = run or Path("runs") / f"benchmark-{name}", _changes(changes, None, None)
+    own = {one: one for one in task} if task else None
     with _progress() as report:
         benchmarks.benchmark(
-            suite,
-            folder,
-            tasks={one: one for one in task} if task else None,
-            steps=steps,
-            changes=_changes(changes, None, None),
-            cache=cache,
-            jobs=jobs,
-            report=report,
+            suite, folder, tasks=own, steps=steps, changes=asked, cache=cache, jobs=jobs, report=report
         )
     _left([folder / "report.html", folder / "report.md"])
 

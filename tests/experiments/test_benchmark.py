@@ -232,7 +232,9 @@ def test_a_study_makes_no_run_again_that_a_benchmark_has_made(tmp_path, made, mo
         path = tmp_path / "study" / "quadratic" / ("rule-0/free-run" if run.optimiser == "rule" else run.optimiser)
         losses = json.loads(path.with_suffix(".json").read_text())["losses"]
         assert losses["test"]["4"] == run.losses["test"][4].tolist()
-    l2lopt.reproduce(source, tmp_path / "more", cache=tmp_path / "cache", changes=["evaluation.seeds=3"])
+    arguments = ["--run", tmp_path / "more", "--cache", tmp_path / "cache", "--set", "evaluation.seeds=3"]
+    monkeypatch.setattr("sys.argv", ["l2lopt", "reproduce", *map(str, [source, *arguments])])
+    cli.main()
     assert len(made) == 3  # the reported runs of each, and not those of the tuning
     made.clear()
     l2lopt.reproduce(source, tmp_path / "alone")
