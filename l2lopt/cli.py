@@ -56,6 +56,7 @@ Data = Annotated[
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier run in the folder.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on where an interrupted run stands.")]
+Cache = Annotated[Path | None, typer.Option("--cache", help="Where runs are kept for other benchmarks and studies.")]
 
 
 @app.command()
@@ -212,6 +213,7 @@ def reproduce(
     device: Device = None,
     data: Data = None,
     jobs: Annotated[int, typer.Option("--jobs", min=1, help="Pieces made at the same time.")] = 1,
+    cache: Cache = None,
 ) -> None:
     """Make a study's table and figures: many optimisers, meta-seeds and problems; goes on where it was stopped."""
     from l2lopt.experiments import comparison_study
@@ -219,7 +221,7 @@ def reproduce(
     folder = run or Path("runs") / study.stem
     with _progress() as report:
         paths = comparison_study.reproduce(
-            study, folder, changes=_changes(changes, None, device), jobs=jobs, report=report
+            study, folder, changes=_changes(changes, None, device), cache=cache, jobs=jobs, report=report
         )
     _say(paths[0].read_text(encoding="utf-8"))
     _left(paths)
@@ -239,23 +241,17 @@ def benchmark(
         typer.Option("--task", metavar="MODULE:FUNCTION", help="A problem of your own, in place of the suite's tasks."),
     ] = None,
     steps: Annotated[int | None, typer.Option("--steps", min=1, help="Steps of each run.")] = None,
-    cache: Annotated[Path | None, typer.Option("--cache", help="Where runs are kept for other benchmarks.")] = None,
+    cache: Cache = None,
 ) -> None:
     """Compare optimisers on a suite of tasks, or on your own, untuned and tuned; goes on where it was stopped."""
     from l2lopt.experiments import benchmark as benchmarks
 
     name = "own" if task else suite.stem
-    folder = run or Path("runs") / f"benchmark-{name}"
+    folder, asked = run or Path("runs") / f"benchmark-{name}", _changes(changes, None, None)
+    own = {one: one for one in task} if task else None
     with _progress() as report:
         benchmarks.benchmark(
-            suite,
-            folder,
-            tasks={one: one for one in task} if task else None,
-            steps=steps,
-            changes=_changes(changes, None, None),
-            cache=cache,
-            jobs=jobs,
-            report=report,
+            suite, folder, tasks=own, steps=steps, changes=asked, cache=cache, jobs=jobs, report=report
         )
     _left([folder / "report.html", folder / "report.md"])
 

@@ -171,6 +171,7 @@ OPTIMISERS = {
     "adamw": partial(optimisers.AdamW, 0.01, weight_decay=0.1, warm_up=2, total=6),
     "normalised-adam": partial(optimisers.NormalisedAdam, 0.05, horizon=3.0),
     "nadamw": partial(optimisers.NAdamW, 0.01),
+    "dowg": optimisers.DoWG,
     "lion": partial(optimisers.Lion, 0.01, weight_decay=0.1),
     "muon": partial(optimisers.Muon, 0.05),
     "normalised-muon": optimisers.NormalisedMuon,

@@ -16,7 +16,7 @@ from l2lopt.evaluation.benchmark_board import write_board
 from l2lopt.evaluation.benchmark_report import write_report
 from l2lopt.evaluation.benchmark_result import BenchmarkResult
 from l2lopt.evaluation.suites import Catalogue, Competitor, Suite
-from l2lopt.experiments import benchmark_jobs
+from l2lopt.experiments import benchmark_jobs, run_facts
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.benchmark_jobs import Plan, PlannedTask
 from l2lopt.optimisee import Optimisee
@@ -49,7 +49,8 @@ def benchmark(
     values and batches; rates are chosen on held-out samples and on other seeds than those that are reported. See
     `evaluation.benchmark` for the protocol, and `evaluation.scores` for the figures of merit.
 
-    Every run is cached by all that it depends on, so a benchmark that was stopped goes on, and others share its runs.
+    Every run is cached by all that it depends on, so a benchmark that was stopped goes on, and others share its runs,
+    as do studies that are given the same `cache`.
 
     Args:
         suite: Name of a shipped suite ("smoke": minutes, "small": an hour, "full": a night, on two cores), or the path
@@ -136,7 +137,7 @@ def _installed(competitors: Sequence[Competitor]) -> list[Competitor]:
 
 def _absent(competitor: Competitor) -> str | None:
     """The package of a competitor that is not installed."""
-    package = benchmark_jobs.package_of(competitor)
+    package = run_facts.package_of(competitor)
     return package if package is not None and find_spec(package) is None else None
 
 

@@ -6,7 +6,7 @@ import logging
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from importlib.metadata import packages_distributions, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -19,15 +19,14 @@ from l2lopt.core.types import Report, silent
 from l2lopt.evaluation import benchmark as protocol
 from l2lopt.evaluation.benchmark_result import TaskInfo, TaskRun, TaskSplit
 from l2lopt.evaluation.free_runs import Curves, RunCache
-from l2lopt.evaluation.suites import Competitor, Suite
+from l2lopt.evaluation.suites import Suite
 from l2lopt.evaluation.tuned_runs import Problems
-from l2lopt.experiments import from_python
-from l2lopt.experiments.comparison_jobs import FORMAT
+from l2lopt.experiments import run_facts
 from l2lopt.experiments.cost_forecast import format_duration
 from l2lopt.experiments.run_cache import FileCache
 from l2lopt.optimisee import Optimisee
 from l2lopt.parallel import processes
-from l2lopt.parallel.jobs import fingerprint, load_result, run_jobs
+from l2lopt.parallel.jobs import load_result, run_jobs
 from l2lopt.parallel.threads import cpu_threads
 from l2lopt.storage.run_log import write_json
 from l2lopt.weights import files
@@ -178,13 +177,8 @@ def _self_tuned_rates(plan: Plan, tuning: Sequence[Job]) -> dict[int, float]:
 
 def _problems(plan: Plan, job: Job, made: protocol.Entry, report: Report, only_cached: bool = False) -> Problems:
     """The problems of a task, its runs cached by all that they depend on."""
-    competitor = made.competitor
-    depends = fingerprint(format=FORMAT, **_facts(plan, job.task))
-    if made.rule is not None:
-        depends["rule"] = files.digest(made.rule)
-    else:
-        depends |= {"optimiser": competitor.optimiser, "schedule": competitor.schedule, **_package(competitor)}
-    stored = FileCache(plan.cache, depends)
+    entrant = made.competitor if made.rule is None else made.rule
+    stored = FileCache(plan.cache, run_facts.run_facts(_facts(plan, job.task), entrant))
 
     def cached(work: Mapping[str, Any], make: Callable[[], Curves]) -> Curves:
         return stored(work, _refuse)
@@ -204,9 +198,7 @@ def _refuse() -> Curves:
 
 def _facts(plan: Plan, number: int) -> dict[str, Any]:
     """What tells the problem of a task from others."""
-    optimisee, choice = _optimisee(plan, number), plan.tasks[number].optimisee
-    said = from_python.describe(optimisee) if isinstance(choice, Optimisee) else choice
-    return {"optimisee": said, **optimisee.fingerprint()}
+    return run_facts.problem_facts(plan.tasks[number].optimisee, _optimisee(plan, number))
 
 
 def _optimisee(plan: Plan, number: int) -> Optimisee:
@@ -282,18 +274,3 @@ def environment() -> dict[str, str]:
         processor = names[0].partition(":")[2].strip() if names else processor
     versions = {"l2lopt": version("l2lopt"), "torch": torch.__version__, "python": platform.python_version()}
     return {"processor": processor, "threads": "1", **versions}
-
-
-def package_of(competitor: Competitor) -> str | None:
-    """The package of a competitor that is named as "module:Class"; None for one of ours."""
-    choice = competitor.optimiser
-    name = choice if isinstance(choice, str) else str(choice.get("name", ""))
-    module, colon, _ = name.partition(":")
-    return module.partition(".")[0] if colon else None
-
-
-def _package(competitor: Competitor) -> dict[str, str]:
-    """The version of the package that a competitor's class comes from; none for our own and torch's."""
-    package = package_of(competitor)
-    distributions = packages_distributions().get(package or "", []) if package != "torch" else []
-    return {f"version of {name}": version(name) for name in distributions}

@@ -22,6 +22,7 @@ from l2lopt.experiments import build, runs
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import Config
 from l2lopt.experiments.run_cache import FileCache, file_digest, read_run, write_run
+from l2lopt.experiments.run_facts import FORMAT, problem_facts, run_facts
 from l2lopt.optimisers import Optimiser
 from l2lopt.parallel import processes
 from l2lopt.parallel.jobs import fingerprint, slug, unique_labels
@@ -29,9 +30,6 @@ from l2lopt.parallel.threads import cpu_threads
 from l2lopt.storage import checkpoint, toml_file
 from l2lopt.weights import files
 from optimisees import OPTIMISEES
-
-FORMAT = 3
-"""Number of what a free run is: raised when runs of equal settings become others, so that old ones are made anew."""
 
 
 class Problem(Settings):
@@ -82,12 +80,14 @@ class StudyLocation(NamedTuple):
         source: Path of its file, which the paths of configs are relative to.
         folder: Folder of the results.
         changes: Changes to every config.
+        cache: Folder of the cached groups of runs; None puts each run's beside its file.
     """
 
     study: Study
     source: str
     folder: str
     changes: tuple[str, ...]
+    cache: str | None = None
 
 
 class Job(NamedTuple):
@@ -111,13 +111,11 @@ class ResolvedJob(NamedTuple):
         config: Config of the job.
         paths: Files of its rows of the table.
         work: All that each of these runs depends on, as the file says it.
-        runs_on: All that a group of its runs depends on, beside seeds, rates and steps.
     """
 
     config: Config
     paths: list[Path]
     work: list[dict[str, Any]]
-    runs_on: dict[str, Any]
 
 
 def all_jobs(location: StudyLocation) -> Iterator[Job]:
@@ -171,16 +169,19 @@ def make_job(location: StudyLocation, job: Job, report: Report = silent) -> None
     resolved = resolve(location, job)
     with cpu_threads(config.threads):
         optimisee = build.build(config).optimisee
+        problem = problem_facts(config.optimisee, optimisee)
         if job.meta_seed is None:
-            rows = [config.evaluation.baselines[job.optimiser].contestant()]
+            baseline = config.evaluation.baselines[job.optimiser]
+            facts, rows = run_facts(problem, baseline), [baseline.contestant()]
         else:
             rule = given or files.load(folder / "optimiser.safetensors", trusted=True)
-            rule = build.match_dtype(rule, [optimisee]).to(build.device(config.device))
-            settings = _settings_of(location, job)
-            rows = comparison.rows_of(folder.name, kernels.fuse(rule, config.backend), settings)
+            rule = build.match_dtype(rule, [optimisee])
+            facts = run_facts(problem, rule)
+            fused = kernels.fuse(rule.to(build.device(config.device)), config.backend)
+            rows = comparison.rows_of(folder.name, fused, _settings_of(location, job))
         for row, path, work, wanted in zip(rows, resolved.paths, resolved.work, missing, strict=True):
             if wanted:
-                cache = FileCache(path.with_suffix(""), resolved.runs_on)
+                cache = FileCache(location.cache or path.with_suffix(""), facts)
                 run = optimiser_run(row, Problems(optimisee, config.evaluation, study.seed, report, cache))
                 processes.on_first(partial(write_run, path, work, run))
 
@@ -197,8 +198,7 @@ def resolve(location: StudyLocation, job: Job) -> ResolvedJob:
     if job.meta_seed is None:
         baseline = config.evaluation.baselines[job.optimiser].model_dump(mode="json")
         path = home / f"{slug(config.evaluation.baselines[job.optimiser].name)}.json"
-        kind = {key: baseline[key] for key in ("optimiser", "schedule")}
-        return ResolvedJob(config, [path], [depends | work | {"baseline": baseline}], depends | kind)
+        return ResolvedJob(config, [path], [depends | work | {"baseline": baseline}])
     contender = study.optimisers[job.optimiser]
     folder, given = home / f"{slug(contender.label)}-{job.meta_seed}", _fixed_optimiser(contender)
     if given is None:
@@ -209,8 +209,8 @@ def resolve(location: StudyLocation, job: Job) -> ResolvedJob:
     paths, alike = [folder / "free-run.json"], depends | work
     if len(multipliers := _settings_of(location, job).multipliers) > 1:
         paths.append(folder / "free-run-tuned.json")
-        return ResolvedJob(config, paths, [alike, alike | {"multipliers": multipliers}], depends)
-    return ResolvedJob(config, paths, [alike], depends)
+        return ResolvedJob(config, paths, [alike, alike | {"multipliers": multipliers}])
+    return ResolvedJob(config, paths, [alike])
 
 
 def config_of(location: StudyLocation, job: Job) -> Config:

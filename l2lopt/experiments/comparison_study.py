@@ -79,6 +79,7 @@ def reproduce(
     folder: str | Path,
     *,
     changes: Sequence[str] = (),
+    cache: str | Path | None = None,
     jobs: int = 1,
     report: Report = silent,
 ) -> list[Path]:
@@ -94,6 +95,9 @@ def reproduce(
             `labellers`) it is a study of trained optimisees, see `training_study`.
         folder: Folder that gets every file.
         changes: Changes to every config, such as "evaluation.seeds=50".
+        cache: Folder of the cached groups of runs, which benchmarks and other studies of optimisers may share: a group
+            is found where problem, optimiser, seeds, rates and horizons are equal, and its times are those of when it
+            was made. By default each group lies in the study's folder.
         jobs: Number of processes that make the study's parts at the same time.
         report: Progress; with several processes as `jobs.run_jobs` gives it.
 
@@ -110,9 +114,12 @@ def reproduce(
     study, path = load(source), study_path(source)
     if isinstance(study, TrainingStudy):
         processes.alone("reproduce")
+        if cache is not None:
+            found, remedy = f"{path}, which trains optimisees", "leave the cache out"
+            raise UserError("cache", expected="a study that compares optimisers", found=found, remedy=remedy)
         return training_study.reproduce(study, path, folder, changes=changes, jobs=jobs, report=report)
     with processes.together(), ExitStack() as held:
-        location = StudyLocation(study, str(path), str(folder), tuple(changes))
+        location = StudyLocation(study, str(path), str(folder), tuple(changes), None if cache is None else str(cache))
         planned = list(comparison_jobs.all_jobs(location))
         _check_names(location)
         processes.on_first(lambda: run_folder.writable(Path(folder)))

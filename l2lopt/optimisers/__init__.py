@@ -8,6 +8,7 @@ from l2lopt.core.registry import Choice
 from l2lopt.optimisers.base import Optimiser
 from l2lopt.optimisers.coordinatewise import Coordinatewise, coordinatewise
 from l2lopt.optimisers.directions import DIRECTIONS
+from l2lopt.optimisers.dowg import DoWG
 from l2lopt.optimisers.hand_designed import SGD, AdamW, Lion, Momentum, NAdamW, adam
 from l2lopt.optimisers.hierarchical import Hierarchical, hierarchical
 from l2lopt.optimisers.inputs import INPUTS, Input
@@ -47,13 +48,14 @@ HAND_DESIGNED: Mapping[str, Callable[..., Optimiser]] = {
     "momentum": Momentum,
     "adam": adam,
     "adamw": AdamW,
+    "dowg": DoWG,
     "lion": Lion,
     "muon": Muon,
     "nadamw": NAdamW,
     "normalised-adam": NormalisedAdam,
     "normalised-muon": NormalisedMuon,
 }
-UNTUNED = ("normalised-adam", "normalised-muon")
+UNTUNED = ("dowg", "normalised-adam", "normalised-muon")
 """Hand-designed optimisers that need no rate."""
 WRAPPERS: Mapping[str, Callable[..., Optimiser]] = {"scheduled": scheduled}
 """Optimisers around another one, whose choice is among their options."""
@@ -85,6 +87,7 @@ __all__ = [
     "WRAPPERS",
     "AdamW",
     "Coordinatewise",
+    "DoWG",
     "Hierarchical",
     "Input",
     "Lion",

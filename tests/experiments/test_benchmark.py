@@ -13,8 +13,10 @@ from l2lopt.core.errors import UserError
 from l2lopt.evaluation import free_runs
 from l2lopt.evaluation.benchmark_result import read_result
 from l2lopt.experiments import benchmark as benchmarks
-from l2lopt.experiments import benchmark_jobs
+from l2lopt.experiments import benchmark_jobs, comparison_study
 from l2lopt.storage.run_log import write_text
+
+from test_studies import written  # isort: skip
 
 CHANGES = [
     'tasks=["digits-mlp-20-sigmoid", "quadratic-20-noisy"]',
@@ -187,6 +189,58 @@ def test_the_command_line(tmp_path, monkeypatch, capsys):
         cli.main()
     assert ended.value.code == 2
     assert "smoke" in capsys.readouterr().err
+
+
+BASELINE = {"optimiser": "sgd", "rates": [0.01, 0.1], "schedule": "cosine"}
+SHARED = {
+    "config": {
+        "optimisee": {"name": "quadratic", "size": 3, "noise": 0.1},
+        "evaluation": {
+            **{"seeds": 2, "steps": 4, "horizons": [4], "tuning_seeds": 1, "multipliers": []},
+            "baselines": [BASELINE, {"optimiser": {"name": "adam"}, "rates": [0.1]}],
+        },
+    },
+    "study": {
+        "meta_seeds": [0],
+        "problems": [{"label": "quadratic"}],
+        "optimisers": [{"label": "rule", "config": "../recipe.toml", "optimiser": {"weights": "lstm"}}],
+    },
+}
+"""A study of the runs of a benchmark on one task."""
+
+
+def test_a_study_makes_no_run_again_that_a_benchmark_has_made(tmp_path, made, monkeypatch):
+    """With its cache; another seed, and a study without that cache, make their own."""
+    rates = {"rates": [0.1], "untuned": 0.1, "leagues": ["untuned"]}
+    first = l2lopt.benchmark(
+        tasks={"quadratic": SHARED["config"]["optimisee"]},
+        optimisers={
+            "sgd": {**BASELINE, "leagues": ["tuned"]},
+            "adam": {"optimiser": "adam", **rates},
+            "rule": {"optimiser": {"weights": "lstm"}, **rates, "rates": [1.0], "untuned": 1.0},
+        },
+        folder=tmp_path / "benchmark",
+        steps=4,
+        changes=["seeds=2", "tuning_seeds=1"],
+    )
+    monkeypatch.setattr(comparison_study, "_forecast", lambda *args: None)  # it takes some steps of its own
+    source = written(tmp_path, SHARED["study"], SHARED["config"])
+    made.clear()
+    l2lopt.reproduce(source, tmp_path / "study", cache=tmp_path / "cache")
+    assert not made
+    for run in first.runs:
+        path = tmp_path / "study" / "quadratic" / ("rule-0/free-run" if run.optimiser == "rule" else run.optimiser)
+        losses = json.loads(path.with_suffix(".json").read_text())["losses"]
+        assert losses["test"]["4"] == run.losses["test"][4].tolist()
+    arguments = ["--run", tmp_path / "more", "--cache", tmp_path / "cache", "--set", "evaluation.seeds=3"]
+    monkeypatch.setattr("sys.argv", ["l2lopt", "reproduce", *map(str, [source, *arguments])])
+    cli.main()
+    assert len(made) == 3  # the reported runs of each, and not those of the tuning
+    made.clear()
+    l2lopt.reproduce(source, tmp_path / "alone")
+    assert len(made) == 4
+    with pytest.raises(UserError, match="expected a study that compares optimisers"):
+        l2lopt.reproduce("ptb-cells", tmp_path / "cells", cache=tmp_path / "cache")
 
 
 @pytest.mark.slow

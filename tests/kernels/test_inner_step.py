@@ -41,6 +41,7 @@ RULES = {
     "adamw to its end": lambda: optimisers.make("adamw", lr=RATES, warm_up=3, total=20),
     "nadamw": lambda: optimisers.make("nadamw", lr=RATES),
     "lion": lambda: optimisers.make("lion", lr=RATES),
+    "dowg": lambda: optimisers.make("dowg", lr=100 * RATES),
     "muon under a schedule": lambda: Scheduled(optimisers.make("muon", lr=RATES), "cosine", 3, 20),
     "normalised-muon": lambda: optimisers.make("normalised-muon"),
     "normalised-muon, fused": lambda: kernels.fuse(optimisers.make("normalised-muon")),

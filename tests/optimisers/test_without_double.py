@@ -13,7 +13,7 @@ from l2lopt.optimisers.inputs import StepInputs
 from l2lopt.optimisers.schedules import to_the_end
 
 NAMES = sorted(
-    {"sgd", "momentum", "adam", "adamw", "nadamw", "lion", "normalised-adam"} & set(optimisers.HAND_DESIGNED)
+    {"sgd", "momentum", "adam", "adamw", "nadamw", "lion", "dowg", "normalised-adam"} & set(optimisers.HAND_DESIGNED)
 )
 CHOICES = [*({"name": name, "lr": 0.1} for name in NAMES), {"name": "adamw", "lr": 0.1, "total": 9}]
 CHOICES += [{"name": "scheduled", "optimiser": {"name": "sgd", "lr": 0.1}, "total": 9}]

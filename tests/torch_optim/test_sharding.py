@@ -125,6 +125,13 @@ def test_fifty_steps_give_one_processs_parameters(made, rule):
     processes.run(one_process, 2, made, rule, torch.float64, 50, 1e-7)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("made", [made for made in MODELS if made != "FSDP2 of a layer"])
+def test_norms_over_all_coordinates_are_those_of_whole_parameters(made):
+    """Where all parameters are sharded: those that are not have a vector, and so norms, of their own."""
+    processes.run(one_process, 2, made, "dowg", torch.float64, 50, 1e-7)
+
+
 @crossed(unmarked=[("DDP", RECIPE)])
 def test_a_step_in_float32_gives_one_processs_parameters(made, rule):
     processes.run(one_process, 2, made, rule, torch.float32, 1, 1e-6)

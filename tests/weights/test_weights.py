@@ -166,6 +166,7 @@ DIGESTS = {
     "muon": "2:b5361875cd81fb95",
     "nadamw": "2:1418ab4d1b17ed61",
     "lion": "2:ad1aa2257e2ce7af",
+    "dowg": "2:f259909979dd96bd",
     "normalised-muon": "2:f29d7e14c7edd5a1",
 }
 
