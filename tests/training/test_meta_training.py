@@ -48,11 +48,16 @@ def quadratic():
     return optimisees.make("quadratic", size=3, dtype="float64")
 
 
+def named(score):
+    """The score of a single problem by its name."""
+    return lambda rule: {"any": score(rule)}
+
+
 def train(optimiser, optimisee, unroll=None, *, score=lambda _: 0.0, records=None, unrolls=None, **changes):
     settings = MetaTrainSettings(**{"updates": 6, "warm_up": 0, "validate_every": 2} | changes)
     unrolls = unrolls or UnrollSettings(length=4)
     problems = optimisee if isinstance(optimisee, list) else [optimisee]
-    return meta_train(optimiser, problems, unroll or Backprop(), settings, unrolls, score=score, records=records)
+    return meta_train(optimiser, problems, unroll or Backprop(), settings, unrolls, score=named(score), records=records)
 
 
 def test_the_rate_of_gradient_descent_is_learned(quadratic):
@@ -368,7 +373,8 @@ def test_a_checkpoints_keys_are_those_of_earlier_versions(quadratic):
     optimiser, checkpoint = LearnedRate(1e-3), InMemory()
     settings = MetaTrainSettings(updates=3, validate_every=2, checkpoint_every=1)
     unrolls = UnrollSettings(length=9, truncation=2)
-    meta_train(optimiser, [quadratic], Backprop(), settings, unrolls, score=lambda _: 0.0, checkpoint=checkpoint)
+    score = named(lambda _: 0.0)
+    meta_train(optimiser, [quadratic], Backprop(), settings, unrolls, score=score, checkpoint=checkpoint)
     facts, tensors = checkpoint.saved
     assert facts == {
         "update": 3,
@@ -379,6 +385,8 @@ def test_a_checkpoints_keys_are_those_of_earlier_versions(quadratic):
         "inner_steps": 6,
         "skipped": 0,
         "scores": [[0, 0.0], [2, 0.0], [3, 0.0]],
+        "before": {"any": 0.0},
+        "best": {"any": 0.0},
         "validated": True,
     }
     adam = {f"adam/rate/{key}" for key in ("step", "exp_avg", "exp_avg_sq")}
