@@ -107,6 +107,14 @@ def test_the_best_and_not_the_last_optimiser_is_kept(quadratic):
     assert float(optimiser.rate.detach()) == seen[1] != seen[-1]
 
 
+def test_a_problem_that_becomes_worse_is_named(quadratic, caplog):
+    settings, unrolls = MetaTrainSettings(updates=1, validate_every=1), UnrollSettings(length=2)
+    scores = iter([{"easy": 0.0, "lost": 0.0, "found": 1.0}, {"easy": 0.04, "lost": 0.1, "found": -3.0}])
+    result = meta_train(LearnedRate(0.1), [quadratic], Backprop(), settings, unrolls, score=lambda _: next(scores))
+    assert (result.update, result.best["lost"]) == (1, 0.1)
+    assert "validation losses above those before meta-training: lost (1.11 times)" in caplog.text
+
+
 def test_an_unroll_that_is_not_finite_is_counted_and_left_out(quadratic):
     class Flaky(MetaGradientEstimator):
         def __init__(self):
