@@ -27,18 +27,23 @@ from l2lopt.weights import files
 
 
 class Experiment(NamedTuple):
-    """The objects a config describes."""
+    """The objects a config describes.
+
+    Attributes:
+        config: Config.
+        optimisee: Problem on which optimisers are compared.
+        optimisees: Problems of meta-training.
+        validated_on: Problems of validation.
+        optimiser: Learned optimiser.
+        estimator: Estimator of the meta-gradient.
+    """
 
     config: Config
+    optimisee: Optimisee
     optimisees: list[Optimisee]
+    validated_on: list[Optimisee]
     optimiser: Optimiser
     estimator: MetaGradientEstimator
-    validated_on: list[Optimisee]
-
-    @property
-    def optimisee(self) -> Optimisee:
-        """The problem on which optimisers are compared, the first of those of meta-training."""
-        return self.optimisees[0]
 
     def score(self, optimiser: Optimiser, report: Report = silent) -> dict[str, float]:
         """The validation scores: problem → log of the mean loss over seeds, mean over horizons; lower is better.
@@ -47,7 +52,7 @@ class Experiment(NamedTuple):
         """
         settings, optimiser = self.config.validation, kernels.fuse(optimiser, self.config.backend)
         seeds = [seed_of("validation", self.config.seed, index) for index in range(settings.seeds)]
-        names = [problem_name(choice) for choice in settings.on or [self.config.optimisee, *self.config.mixed_with]]
+        names = [problem_name(choice) for choice in settings.on or self.config.problems]
         scores = {}
         for name, optimisee in zip(numbered(names), self.validated_on, strict=True):
             horizons = sorted(settings.horizons)
@@ -92,16 +97,18 @@ def build(config: Config, given: Sequence[Optimisee] = ()) -> Experiment:
         made or optimisees.build(choice, device=str(place))
         for made, choice in zip(from_python.matched(given, choices, place), choices, strict=True)
     ]
-    validated_on = [optimisees.build(choice, device=str(place)) for choice in config.validation.on] or problems
+    trained_on = [optimisees.build(choice, device=str(place)) for choice in config.trained_on] or problems
+    validated_on = [optimisees.build(choice, device=str(place)) for choice in config.validation.on] or trained_on
     optimiser = optimisers.build(config.optimiser, optimisers.LEARNED, seed=seed_of("optimiser", config.seed))
     made = registry.build(estimators.ESTIMATORS, "estimator", config.unroll.estimator)
     estimator = registry.checked_kind("estimator", config.unroll.estimator, made, MetaGradientEstimator)
     config.evaluation.checked_horizons()
     for baseline in config.evaluation.baselines:
         baseline.build(baseline.rates[0], config.evaluation.steps)
-    optimiser = match_dtype(optimiser, [*problems, *validated_on]).to(place)
-    check_sizes(config, problems, optimiser, estimator)
-    return Experiment(config, problems, optimiser, estimator, validated_on)
+    every = list(dict.fromkeys([problems[0], *trained_on, *validated_on]))
+    optimiser = match_dtype(optimiser, every).to(place)
+    check_sizes(config, every, optimiser, estimator)
+    return Experiment(config, problems[0], trained_on, validated_on, optimiser, estimator)
 
 
 def match_dtype(optimiser: Optimiser, problems: Sequence[Optimisee]) -> Optimiser:

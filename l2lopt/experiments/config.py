@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, overload
 
 import tomli_w
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
 import optimisees
 from l2lopt.core import registry
@@ -84,6 +84,9 @@ class Config(_Common):
 
     mixed_with: list[Problem] = Field(default_factory=list)
     """Further problems of meta-training and validation: every run draws one of all, with equal chances."""
+    trained_on: list[Problem] = Field(default_factory=list)
+    """Problems of meta-training; none: `optimisee` and `mixed_with`. Where there are some, `optimisee` is only the problem
+    on which the optimiser is compared with baselines."""
     optimiser: Choice = "coordinatewise"
     """The learned optimiser: a name, or a table of the name and its options."""
     backend: Literal["auto", "reference", "cpu", "triton"] = "auto"
@@ -96,6 +99,17 @@ class Config(_Common):
     """How the best optimiser is picked."""
     evaluation: EvaluationSettings = EvaluationSettings()
     """How it is compared with baselines."""
+
+    @model_validator(mode="after")
+    def _either(self) -> "Config":
+        if self.trained_on and self.mixed_with:
+            raise ValueError("trained_on or mixed_with, not both")
+        return self
+
+    @property
+    def problems(self) -> list[Choice]:
+        """The problems of meta-training."""
+        return self.trained_on or [self.optimisee, *self.mixed_with]
 
     @property
     def name(self) -> str:

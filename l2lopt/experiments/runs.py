@@ -372,7 +372,7 @@ def _log_position(checkpoint: CheckpointFile) -> tuple[int, str | None]:
 def _alone(config: Config) -> Config:
     """A config with the problem that optimisers are compared on and no other."""
     validation = config.validation.model_copy(update={"on": []})
-    return config.model_copy(update={"mixed_with": [], "validation": validation})
+    return config.model_copy(update={"mixed_with": [], "trained_on": [], "validation": validation})
 
 
 def _digest(optimiser: Choice) -> str | None:

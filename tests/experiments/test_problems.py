@@ -1,4 +1,4 @@
-"""Validation of meta-training: on which problems, on which samples, and what of it is told."""
+"""On which problems an optimiser is meta-trained, validated and compared, and how configs name them."""
 
 import json
 import math
@@ -70,3 +70,20 @@ def test_a_task_stands_for_its_optimisee():
     assert configs.problem_name({"name": "mlp", "hidden": [63]}) == "mlp"
     with pytest.raises(l2lopt.UserError, match="digits-mlp-64-tank"):
         build.build(configs.load({"optimisee": "digits-mlp-64-tank"}))
+
+
+def test_an_optimiser_meets_a_problem_that_it_was_not_trained_on(tmp_path):
+    trained_on = [{"name": "quadratic", "size": 2}, {"name": "quadratic", "size": 4}]
+    config = CONFIG | {"trained_on": trained_on, "validation": {"seeds": 1, "horizons": [3]}}
+    run = l2lopt.meta_train(config, tmp_path / "run")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert {"score/quadratic", "score/quadratic-2"} < set(lines[0])
+    experiment = build.build(configs.load(config))
+    sizes = [problem.init(0)[0]["theta"].numel() for problem in (experiment.optimisee, *experiment.optimisees)]
+    assert sizes == [3, 2, 4]
+    changes = ["evaluation.steps=3", "evaluation.horizons=[3]", "evaluation.seeds=2", "evaluation.multipliers=[]"]
+    changes += ["evaluation.baselines=[{optimiser='sgd', rates=[0.1]}]"]
+    result = l2lopt.evaluate(run, changes=changes)
+    assert {row.optimiser for row in result.table} == {"learned-hierarchical", "sgd"}
+    with pytest.raises(l2lopt.UserError, match="trained_on or mixed_with, not both"):
+        configs.load(config | {"mixed_with": ["quadratic"]})
