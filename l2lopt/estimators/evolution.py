@@ -5,6 +5,7 @@ explode.
 """
 
 from collections.abc import Iterable, Sequence
+from math import isfinite
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -37,6 +38,7 @@ class EvolutionStrategies(MetaGradientEstimator):
         sigma: σ > 0.
         persistent: PES instead of ES.
         objective: "loss" or "log-loss".
+        floor: Number that is added to losses before their logarithm, so that losses near 0 do not decide; at least 0.
         rows: Number of runs side by side, at most; None: all. The memory is that of so many.
         shaping: "standardised": the differences D_p = L(φ + ε_p) − L(φ − ε_p) are divided by the root of their mean
             square and clipped to ±3, so that problems whose losses differ a hundredfold have an equal say. The
@@ -53,13 +55,17 @@ class EvolutionStrategies(MetaGradientEstimator):
         rows: int | None = None,
         shaping: Literal["none", "standardised"] = "none",
         backend: Literal["eager", "compile"] = "eager",
+        floor: float = 0.0,
     ) -> None:
         for name, count in (("pairs", pairs), ("rows", rows)):
             if count is not None and count < 1:
                 raise UserError(name, expected="at least 1", found=str(count), remedy="change the value")
         above_0("evolution strategies", sigma=sigma)
+        if not (floor >= 0 and isfinite(floor)):
+            remedy = "change the value"
+            raise UserError("evolution strategies: floor", expected="at least 0", found=f"{floor:g}", remedy=remedy)
         self.pairs, self.sigma, self.persistent, self.objective, self.rows = pairs, sigma, persistent, objective, rows
-        self.shaping, self.backend = shaping, backend
+        self.shaping, self.backend, self.floor = shaping, backend, floor
 
     def init(self, carry: Carry, phi: Params, seed: int) -> EstimatorState:
         """The seed and the calls so far; persistent: the members' carries and summed perturbations as well."""
@@ -135,7 +141,7 @@ class EvolutionStrategies(MetaGradientEstimator):
             with torch.no_grad():
                 for target in step.targets:
                     term, _ = loss_rows(carry.params, carry.aux, target.batch)
-                    term = term.log() if self.objective == "log-loss" else term
+                    term = (term + self.floor).log() if self.objective == "log-loss" else term
                     values = values + target.weight * term.reshape(len(term), -1).mean(1)
         trajectory = torch.stack(losses) if losses else carry.params.new_zeros(0, *carry.params.shape[:-1])
         return _Ends(values, carry, trajectory)
@@ -177,6 +183,7 @@ def persistent_evolution_strategies(
     rows: int | None = None,
     shaping: Literal["none", "standardised"] = "none",
     backend: Literal["eager", "compile"] = "eager",
+    floor: float = 0.0,
 ) -> EvolutionStrategies:
     """`EvolutionStrategies` whose pairs carry their own runs on: unbiased under truncation."""
-    return EvolutionStrategies(pairs, sigma, True, objective, rows, shaping, backend)
+    return EvolutionStrategies(pairs, sigma, True, objective, rows, shaping, backend, floor)

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Sequence
 from functools import cache, partial
-from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from l2lopt.core.types import Report, silent
 from l2lopt.estimators import MetaGradientEstimator
 from l2lopt.evaluation.free_runs import run_groups
 from l2lopt.experiments import from_python
-from l2lopt.experiments.config import Config, TrainConfig
+from l2lopt.experiments.config import Config, TrainConfig, problem_name
 from l2lopt.experiments.size_check import check_sizes
 from l2lopt.optimisee import Optimisee
 from l2lopt.optimisers import Optimiser
@@ -28,27 +27,34 @@ from l2lopt.weights import files
 
 
 class Experiment(NamedTuple):
-    """The objects a config describes."""
+    """The objects a config describes.
+
+    Attributes:
+        config: Config.
+        optimisee: Problem on which optimisers are compared.
+        optimisees: Problems of meta-training.
+        validated_on: Problems of validation.
+        optimiser: Learned optimiser.
+        estimator: Estimator of the meta-gradient.
+    """
 
     config: Config
+    optimisee: Optimisee
     optimisees: list[Optimisee]
+    validated_on: list[Optimisee]
     optimiser: Optimiser
     estimator: MetaGradientEstimator
 
-    @property
-    def optimisee(self) -> Optimisee:
-        """The problem on which optimisers are compared, the first of those of meta-training."""
-        return self.optimisees[0]
+    def score(self, optimiser: Optimiser, report: Report = silent) -> dict[str, float]:
+        """The validation scores: problem → log of the mean loss over seeds, mean over horizons; lower is better.
 
-    def score(self, optimiser: Optimiser, report: Report = silent) -> float:
-        """The validation score: the log of the mean loss over seeds, mean over problems and horizons; lower is better.
-
-        A problem in which a loss is not finite makes it infinite.
+        A loss that is not finite makes that of its problem infinite.
         """
         settings, optimiser = self.config.validation, kernels.fuse(optimiser, self.config.backend)
         seeds = [seed_of("validation", self.config.seed, index) for index in range(settings.seeds)]
-        scores = []
-        for optimisee in self.optimisees:
+        names = [problem_name(choice) for choice in settings.on or self.config.problems]
+        scores = {}
+        for name, optimisee in zip(numbered(names), self.validated_on, strict=True):
             horizons = sorted(settings.horizons)
             run = run_groups(
                 optimiser,
@@ -59,10 +65,16 @@ class Experiment(NamedTuple):
                 report,
                 "validate",
                 rows=settings.rows,
+                fit="inner" if settings.split == "heldout" else "train",
             )
             means = run.losses[settings.split].double().mean(1).clamp(min=1e-12)
-            scores.append(float(means.log().nan_to_num(nan=torch.inf).mean()))
-        return fmean(scores)
+            scores[name] = float(means.log().nan_to_num(nan=torch.inf).mean())
+        return scores
+
+
+def numbered(names: Sequence[str]) -> list[str]:
+    """The names, each that comes again with its place behind it."""
+    return [name if names.index(name) == place else f"{name}-{place + 1}" for place, name in enumerate(names)]
 
 
 class Training(NamedTuple):
@@ -85,15 +97,18 @@ def build(config: Config, given: Sequence[Optimisee] = ()) -> Experiment:
         made or optimisees.build(choice, device=str(place))
         for made, choice in zip(from_python.matched(given, choices, place), choices, strict=True)
     ]
+    trained_on = [optimisees.build(choice, device=str(place)) for choice in config.trained_on] or problems
+    validated_on = [optimisees.build(choice, device=str(place)) for choice in config.validation.on] or trained_on
     optimiser = optimisers.build(config.optimiser, optimisers.LEARNED, seed=seed_of("optimiser", config.seed))
     made = registry.build(estimators.ESTIMATORS, "estimator", config.unroll.estimator)
     estimator = registry.checked_kind("estimator", config.unroll.estimator, made, MetaGradientEstimator)
     config.evaluation.checked_horizons()
     for baseline in config.evaluation.baselines:
         baseline.build(baseline.rates[0], config.evaluation.steps)
-    optimiser = match_dtype(optimiser, problems).to(place)
-    check_sizes(config, problems, optimiser, estimator)
-    return Experiment(config, problems, optimiser, estimator)
+    every = list(dict.fromkeys([problems[0], *trained_on, *validated_on]))
+    optimiser = match_dtype(optimiser, every).to(place)
+    check_sizes(config, every, optimiser, estimator)
+    return Experiment(config, problems[0], trained_on, validated_on, optimiser, estimator)
 
 
 def match_dtype(optimiser: Optimiser, problems: Sequence[Optimisee]) -> Optimiser:

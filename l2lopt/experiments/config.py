@@ -1,16 +1,19 @@
 """Typed configs from TOML; `build` makes the objects that they describe."""
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar, overload
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, overload
 
 import tomli_w
-from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
+import optimisees
 from l2lopt.core import registry
 from l2lopt.core.errors import UserError
 from l2lopt.core.registry import Choice
 from l2lopt.core.settings import Settings
+from l2lopt.evaluation import suites
 from l2lopt.evaluation.settings import EvaluationSettings
 from l2lopt.optimisee import Split
 from l2lopt.storage import toml_file
@@ -22,15 +25,41 @@ from l2lopt.training.train import TrainSettings
 C = TypeVar("C", bound=Settings)
 
 
+@cache
+def catalogue() -> suites.Catalogue:
+    """The shipped catalogue of tasks."""
+    return suites.load_catalogue(shipped("suites/tasks.toml"))
+
+
+def _problem(choice: Any) -> Any:
+    """The optimisee of a task that is named; any other choice as it is."""
+    if isinstance(choice, str) and choice not in optimisees.OPTIMISEES and choice in catalogue().tasks:
+        return catalogue().tasks[choice].optimisee
+    return choice
+
+
+Problem: TypeAlias = Annotated[Choice, BeforeValidator(_problem)]
+"""A problem: the name of an optimisee, a table of the name and its options, or the name of a task of the catalogue,
+such as "digits-convnet-8-layer-norm", which stands for the task's optimisee."""
+
+
+def problem_name(choice: Choice) -> str:
+    """The name of a problem for readers: that of the task of the catalogue that it is, or the optimisee's own."""
+    tasks = (name for name, task in catalogue().tasks.items() if task.optimisee == choice)
+    return next(tasks, choice if isinstance(choice, str) else str(choice.get("name")))
+
+
 class ValidationSettings(Settings):
     """How the best optimiser is picked during meta-training: lower mean log loss at the horizons."""
 
+    on: list[Problem] = Field(default_factory=list)
+    """Problems of validation, best of families that meta-training does not see; none: those of meta-training."""
     seeds: PositiveInt = 5
     """Fresh problems, the same at every validation, never those of the evaluation."""
     horizons: list[PositiveInt] = Field(default=[100, 200, 1000], min_length=1)
     """The steps at which the losses are taken; the last ends the run."""
     split: Split = "train"
-    """Split on which the validation loss is computed."""
+    """Split on which the validation loss is computed; "heldout": on samples that the runs then do not train on."""
     rows: PositiveInt | None = None
     """Runs made side by side; none: all. 1 suits large models."""
 
@@ -46,15 +75,18 @@ class _Common(Settings):
     """Device of all tensors: "cpu", "cuda", "cuda:1", …"""
     threads: PositiveInt | None = Field(default=None, le=1024)
     """CPU threads; none: PyTorch's own choice. Small tensors are fastest on one."""
-    optimisee: Choice
-    """Problem to optimise: a name, or a table of the name and its options."""
+    optimisee: Problem
+    """Problem to optimise: a name, a table of the name and its options, or the name of a task of the catalogue."""
 
 
 class Config(_Common):
     """An experiment: an optimiser meta-trained on an optimisee, then compared with baselines."""
 
-    mixed_with: list[Choice] = Field(default_factory=list)
+    mixed_with: list[Problem] = Field(default_factory=list)
     """Further problems of meta-training and validation: every run draws one of all, with equal chances."""
+    trained_on: list[Problem] = Field(default_factory=list)
+    """Problems of meta-training; none: `optimisee` and `mixed_with`. Where there are some, `optimisee` is only the problem
+    on which the optimiser is compared with baselines."""
     optimiser: Choice = "coordinatewise"
     """The learned optimiser: a name, or a table of the name and its options."""
     backend: Literal["auto", "reference", "cpu", "triton"] = "auto"
@@ -67,6 +99,17 @@ class Config(_Common):
     """How the best optimiser is picked."""
     evaluation: EvaluationSettings = EvaluationSettings()
     """How it is compared with baselines."""
+
+    @model_validator(mode="after")
+    def _either(self) -> "Config":
+        if self.trained_on and self.mixed_with:
+            raise ValueError("trained_on or mixed_with, not both")
+        return self
+
+    @property
+    def problems(self) -> list[Choice]:
+        """The problems of meta-training."""
+        return self.trained_on or [self.optimisee, *self.mixed_with]
 
     @property
     def name(self) -> str:

@@ -168,7 +168,7 @@ def evaluate(
                 expected, found = f"the {key} of {folders[0]}", "another"
                 raise UserError(str(folder), expected=expected, found=found, remedy="evaluate it by itself")
     with processes.together(), ExitStack() as held:
-        first = build.build(settings[0].model_copy(update={"mixed_with": []}), from_python.listed(optimisee)[:1])
+        first = build.build(_alone(settings[0]), from_python.listed(optimisee)[:1])
         learned = {}
         for folder, own in zip(folders, settings, strict=True):
             names = (own.name, f"{own.name} ({folder.name})", f"{own.name} ({folder})")
@@ -367,6 +367,12 @@ def _log_position(checkpoint: CheckpointFile) -> tuple[int, str | None]:
         if (kept := checkpoint.load()) is None:
             return -1, None
         return int(kept[0]["update"]), None if kept[0]["validated"] else "validation"
+
+
+def _alone(config: Config) -> Config:
+    """A config with the problem that optimisers are compared on and no other."""
+    validation = config.validation.model_copy(update={"on": []})
+    return config.model_copy(update={"mixed_with": [], "trained_on": [], "validation": validation})
 
 
 def _digest(optimiser: Choice) -> str | None:

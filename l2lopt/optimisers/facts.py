@@ -145,10 +145,11 @@ FACTS: Mapping[str, Fact] = {
 }
 """Name → fact. The line above a fact has its equation."""
 USUAL = (
-    *("progress", "length", "gradient-size", "signal", "slow-signal", "weight-size"),
-    *("matrix", "embedding", "head", "fan-in", "depth", "loss", "loss-trend", "loss-progress"),
+    *("progress", "length", "gradient-size", "signal", "slow-signal", "alignment", "weight-size"),
+    *("matrix", "embedding", "head", "fan-in"),
 )
-"""The facts of a rule that names none."""
+"""The facts of a rule that names none. No loss is among them, so that `step()` needs none; nor is the depth,
+which is another where parameters are in several groups."""
 LOSSES = ("loss_fast", "loss_slow", "loss_first")
 """Names in the shared state of what `Losses` remembers."""
 

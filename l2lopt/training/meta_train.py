@@ -1,8 +1,10 @@
 """Meta-training: unroll after unroll, the meta-gradient followed by Adam."""
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -20,6 +22,9 @@ from l2lopt.storage.run_log import NoRecords, Recorder
 from l2lopt.training.inner_runs import InnerRuns, UnrollSummary
 from l2lopt.training.settings import MetaTrainSettings, UnrollSettings
 
+_log = logging.getLogger("l2lopt")
+WORSE = 1.05
+"""Validation loss over that before meta-training, from which on a problem is named in a warning."""
 _MOMENTS = {"step", "exp_avg", "exp_avg_sq"}
 """What Adam keeps of a parameter once it has made a step."""
 
@@ -35,6 +40,8 @@ class MetaTrained:
         inner_steps: The number of inner steps of all unrolls.
         skipped: The number of unrolls that were not finite and were left out.
         scores: Every validation, update → score.
+        before: Problem → score before the first meta-update.
+        best: Problem → score of `phi`.
     """
 
     phi: Params
@@ -43,6 +50,8 @@ class MetaTrained:
     inner_steps: int = 0
     skipped: int = 0
     scores: dict[int, float] = field(default_factory=dict)
+    before: dict[str, float] = field(default_factory=dict)
+    best: dict[str, float] = field(default_factory=dict)
 
 
 def meta_train(
@@ -52,7 +61,7 @@ def meta_train(
     settings: MetaTrainSettings,
     unroll_settings: UnrollSettings,
     *,
-    score: Callable[[Optimiser], float],
+    score: Callable[[Optimiser], Mapping[str, float]],
     seed: int = 0,
     backend: str = "auto",
     records: Recorder | None = None,
@@ -73,8 +82,8 @@ def meta_train(
         estimator: The estimator of the meta-gradient.
         settings: The settings of the meta-updates.
         unroll_settings: The settings of the inner runs.
-        score: The validation score of an optimiser, lower is better, asked for before the first meta-update, after
-            every `validate_every`, and after the last.
+        score: The validation scores of an optimiser, problem → score, of which the mean counts; lower is better. Asked
+            for before the first meta-update, after every `validate_every`, and after the last.
         seed: The seed of the inner runs.
         backend: The backend of the optimiser's steps that need no tape; see `kernels.fuse`.
         records: The recorder of the figures.
@@ -93,7 +102,7 @@ def meta_train(
         >>> optimiser = optimisers.make("coordinatewise", hidden_size=4)
         >>> problems, estimator = [optimisees.make("quadratic", size=3)], estimators.make("blockwise")
         >>> updates, runs = MetaTrainSettings(updates=2), UnrollSettings(length=5)
-        >>> result = meta_train(optimiser, problems, estimator, updates, runs, score=lambda optimiser: 0.0)
+        >>> result = meta_train(optimiser, problems, estimator, updates, runs, score=lambda _: {"any": 0.0})
         >>> result.inner_steps
         10
     """
@@ -124,6 +133,7 @@ def meta_train(
             if checkpoint_due:
                 save()
     _assign(optimiser, loop.result.phi)
+    _warn_of_losses(loop.result)
     return loop.result
 
 
@@ -140,7 +150,7 @@ class _MetaTraining:
         optimiser: Optimiser,
         runs: InnerRuns,
         settings: MetaTrainSettings,
-        score: Callable[[Optimiser], float],
+        score: Callable[[Optimiser], Mapping[str, float]],
         records: Recorder,
     ) -> None:
         self.optimiser, self.runs, self.settings, self.score, self.records = optimiser, runs, settings, score, records
@@ -166,11 +176,14 @@ class _MetaTraining:
 
     def validate(self) -> None:
         """Scores the optimiser, and copies φ if the score is the best so far."""
-        score = self.score(self.optimiser)
+        by_problem = dict(self.score(self.optimiser))
+        score = fmean(by_problem.values())
         self.result.scores[self.update] = score
-        self.records.write("validation", self.update, {"score": score})
+        self.result.before = self.result.before or by_problem
+        each = {f"score/{name}": value for name, value in by_problem.items()} if len(by_problem) > 1 else {}
+        self.records.write("validation", self.update, {"score": score, **each})
         if score < self.result.score:
-            self.result.score, self.result.update = score, self.update
+            self.result.score, self.result.update, self.result.best = score, self.update, by_problem
             self.result.phi = _copy(self.optimiser.phi())
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -193,6 +206,8 @@ class _MetaTraining:
             "skipped": result.skipped,
             # As pairs: the keys of an object in JSON are strings.
             "scores": list(result.scores.items()),
+            "before": result.before,
+            "best": result.best,
             "validated": not self.validation_due,
         }
         return facts, tensors | run_tensors
@@ -218,6 +233,8 @@ class _MetaTraining:
             inner_steps=facts["inner_steps"],
             skipped=facts["skipped"],
             scores=dict(map(tuple, facts["scores"])),
+            before=facts["before"],
+            best=facts["best"],
         )
         self.runs.load_state_dict(facts, tensors)
 
@@ -240,6 +257,14 @@ class _MetaTraining:
             "rate": rate,
             "update_size": _mean([unroll.update_size for unroll in unrolls]),
         }
+
+
+def _warn_of_losses(result: MetaTrained) -> None:
+    """Names the problems that the best φ is worse on than the φ that meta-training began with."""
+    worse = {name: score - result.before[name] for name, score in result.best.items()}
+    said = ", ".join(f"{name} ({math.exp(much):.3g} times)" for name, much in worse.items() if much > math.log(WORSE))
+    if said:
+        _log.warning("validation losses above those before meta-training: %s", said)
 
 
 def _mean(values: Sequence[Tensor]) -> float:

@@ -52,6 +52,18 @@ def test_value_is_that_of_backpropagation(make, objective):
 
 
 @each_estimator
+def test_a_floor_is_added_before_the_logarithm(make):
+    task = problem(length=1)
+    (step,) = task.steps
+    value = laws.run(make(objective="log-loss", floor=0.3), task).value
+    carry = laws.run(make(), task).carry
+    terms = [
+        target.weight * (task.loss(carry.params, carry.aux, target.batch)[0] + 0.3).log() for target in step.targets
+    ]
+    laws.assert_close(value, sum(terms).mean())
+
+
+@each_estimator
 def test_the_state_keeps_its_structure(make):
     """So that a checkpoint can hold it."""
     task = problem(length=2)
@@ -140,7 +152,9 @@ def test_the_fused_rule_gives_the_same(make):
         torch.testing.assert_close(*(getattr(result, part) for result in results), rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("options", [{"pairs": 0}, {"rows": 0}, {"sigma": 0.0}, {"objective": "logloss"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"pairs": 0}, {"rows": 0}, {"sigma": 0.0}, {"floor": -1.0}, {"objective": "logloss"}], ids=str
+)
 def test_options_out_of_range_are_refused(options):
     with pytest.raises(UserError):
         estimators.make("es", **options)

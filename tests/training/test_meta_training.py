@@ -48,11 +48,16 @@ def quadratic():
     return optimisees.make("quadratic", size=3, dtype="float64")
 
 
+def named(score):
+    """The score of a single problem by its name."""
+    return lambda rule: {"any": score(rule)}
+
+
 def train(optimiser, optimisee, unroll=None, *, score=lambda _: 0.0, records=None, unrolls=None, **changes):
     settings = MetaTrainSettings(**{"updates": 6, "warm_up": 0, "validate_every": 2} | changes)
     unrolls = unrolls or UnrollSettings(length=4)
     problems = optimisee if isinstance(optimisee, list) else [optimisee]
-    return meta_train(optimiser, problems, unroll or Backprop(), settings, unrolls, score=score, records=records)
+    return meta_train(optimiser, problems, unroll or Backprop(), settings, unrolls, score=named(score), records=records)
 
 
 def test_the_rate_of_gradient_descent_is_learned(quadratic):
@@ -100,6 +105,14 @@ def test_the_best_and_not_the_last_optimiser_is_kept(quadratic):
     assert (result.score, result.update) == (1.0, 2)
     assert result.scores == {0: 3.0, 2: 1.0, 4: 2.0, 6: 5.0}
     assert float(optimiser.rate.detach()) == seen[1] != seen[-1]
+
+
+def test_a_problem_that_becomes_worse_is_named(quadratic, caplog):
+    settings, unrolls = MetaTrainSettings(updates=1, validate_every=1), UnrollSettings(length=2)
+    scores = iter([{"easy": 0.0, "lost": 0.0, "found": 1.0}, {"easy": 0.04, "lost": 0.1, "found": -3.0}])
+    result = meta_train(LearnedRate(0.1), [quadratic], Backprop(), settings, unrolls, score=lambda _: next(scores))
+    assert (result.update, result.best["lost"]) == (1, 0.1)
+    assert "validation losses above those before meta-training: lost (1.11 times)" in caplog.text
 
 
 def test_an_unroll_that_is_not_finite_is_counted_and_left_out(quadratic):
@@ -368,7 +381,8 @@ def test_a_checkpoints_keys_are_those_of_earlier_versions(quadratic):
     optimiser, checkpoint = LearnedRate(1e-3), InMemory()
     settings = MetaTrainSettings(updates=3, validate_every=2, checkpoint_every=1)
     unrolls = UnrollSettings(length=9, truncation=2)
-    meta_train(optimiser, [quadratic], Backprop(), settings, unrolls, score=lambda _: 0.0, checkpoint=checkpoint)
+    score = named(lambda _: 0.0)
+    meta_train(optimiser, [quadratic], Backprop(), settings, unrolls, score=score, checkpoint=checkpoint)
     facts, tensors = checkpoint.saved
     assert facts == {
         "update": 3,
@@ -379,6 +393,8 @@ def test_a_checkpoints_keys_are_those_of_earlier_versions(quadratic):
         "inner_steps": 6,
         "skipped": 0,
         "scores": [[0, 0.0], [2, 0.0], [3, 0.0]],
+        "before": {"any": 0.0},
+        "best": {"any": 0.0},
         "validated": True,
     }
     adam = {f"adam/rate/{key}" for key in ("step", "exp_avg", "exp_avg_sq")}
