@@ -85,8 +85,8 @@ class Config(_Common):
     mixed_with: list[Problem] = Field(default_factory=list)
     """Further problems of meta-training and validation: every run draws one of all, with equal chances."""
     trained_on: list[Problem] = Field(default_factory=list)
-    """Problems of meta-training; none: `optimisee` and `mixed_with`. Where there are some, `optimisee` is only the problem
-    on which the optimiser is compared with baselines."""
+    """Problems of meta-training; none: `optimisee` and `mixed_with`. Where there are some, `optimisee` is only the
+    problem on which the optimiser is compared with baselines."""
     optimiser: Choice = "coordinatewise"
     """The learned optimiser: a name, or a table of the name and its options."""
     backend: Literal["auto", "reference", "cpu", "triton"] = "auto"

@@ -116,7 +116,7 @@ class Loops:
         square = sum(v) / len(v)
         facts = {
             "progress": 2 * self.step / self.total - 1,
-            "length": math.log(self.total) - 5.3,
+            "length": min(max(math.log(self.total) - 5.3, -3), 2),
             "age": math.log(t) / 3 - 1,
             "gradient-size": clamped(math.log(size / own["usual"] + 1e-8), 3),
             "signal": log_share(mean_product(m, m), square),
