@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from l2lopt.core.errors import UserError
@@ -61,8 +60,9 @@ class CMAES(MetaOptimiser):
     update and the distribution. Rank 0 alone draws and tells, on one thread: the last bits of a product of matrices
     depend on the processor and on the threads.
 
-    Cost: the runs of λ + 1 rules, no tape. The full covariance of n meta-parameters takes about 16 λ n² bytes and 2 λ n³
-    operations a meta-update (763 of them and 23 members: 210 MB, 0.8 s on one core), the separable one some λ n of both.
+    Cost: the runs of λ + 1 rules, no tape. The full covariance of n meta-parameters takes about 16 λ n² bytes and
+    2 λ n³ operations a meta-update (763 of them and 23 members: 210 MB, 0.8 s on one core), the separable one some λ n
+    of both.
 
     Args:
         optimiser: The learned optimiser; its φ is the first mean.
@@ -125,7 +125,7 @@ class CMAES(MetaOptimiser):
         before = dict(vars(self.cma))
         # By seed and update: meta-training that goes on from a checkpoint draws what it would have drawn.
         self.cma.reseed_rng(seed_of("cma", self.runs.seed, update) % 2**32)
-        with threadpool_limits(1, "blas"):
+        with _one_thread():
             members = np.stack([self.cma.ask() for _ in range(self.cma.population_size)])
         # Asking keeps the decomposition of C and puts its product, with other last bits, in the place of C. Without
         # this line a population that is never told would leave them, and a checkpoint would have to hold them.
@@ -134,7 +134,7 @@ class CMAES(MetaOptimiser):
 
     def _tell(self, members: Tensor, fitness: Tensor) -> Tensor:
         """Adapts the distribution; gives its mean, [n]."""
-        with threadpool_limits(1, "blas"):
+        with _one_thread():
             self.cma.tell(list(zip(members.numpy(), fitness.tolist(), strict=True)))
         return torch.from_numpy(self.cma.mean.copy())
 
@@ -195,6 +195,13 @@ def checked(estimator: MetaGradientEstimator, settings: UnrollSettings) -> Evolu
         found = f"unroll.truncation = {settings.truncation} of up to {longest} steps"
         raise UserError("meta.cma", expected="whole runs", found=found, remedy=f"leave it out, or set it to {longest}")
     return estimator
+
+
+def _one_thread() -> Any:
+    """A block in which NumPy's products of matrices are made by one thread."""
+    from threadpoolctl import threadpool_limits
+
+    return threadpool_limits(1, "blas")
 
 
 def _package() -> Any:
