@@ -6,18 +6,18 @@ explode.
 
 from collections.abc import Iterable, Sequence
 from math import isfinite
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from l2lopt.core.errors import UserError, above_0
 from l2lopt.core.layout import Params
-from l2lopt.core.phi_rows import gradients_of_rows, losses_of_rows, over_phi, row_of, stack_carries
+from l2lopt.core.phi_rows import row_of, stack_carries
 from l2lopt.core.seeding import generator
-from l2lopt.core.types import Batch, Carry, InnerStep, Loss, Update, detach
+from l2lopt.core.types import Carry, InnerStep, Loss, Update, detach
 from l2lopt.estimators.base import EstimatorState, MetaGradient, MetaGradientEstimator
-from l2lopt.estimators.window import BlockUpdate, RowStep
+from l2lopt.estimators.members import MemberRuns, run_members
 
 
 class EvolutionStrategies(MetaGradientEstimator):
@@ -92,23 +92,23 @@ class EvolutionStrategies(MetaGradientEstimator):
         noise = self._noise(phi, int(state["seed"]), int(state["calls"]))
         rules = {name: torch.cat([phi[name] + e, phi[name] - e, phi[name][None]]) for name, e in noise.items()}
         members = [row_of(state["carries"], index) if self.persistent else carry for index in range(2 * pairs)]
-        # An iterator can be read once, and every group of runs needs the same batches.
-        steps, count = list(steps), self.rows or 2 * pairs + 1
-        starts, ends = [*members, carry], []
-        for low in range(0, 2 * pairs + 1, count):
-            some = {name: value[low : low + count] for name, value in rules.items()}
-            ends.append(self._run(update, loss, some, stack_carries(starts[low : low + count]), steps))
-        values = torch.cat([end.values for end in ends])
+        steps = list(steps)  # an iterator can be read once, and every group of runs needs the same batches
+        ends = self.run_members(update, loss, rules, [*members, carry], steps)
+        values, after = ends.values, ends.carries[-1]
         xi = {name: state["summed"][name] + e for name, e in noise.items()} if self.persistent else noise
         weight = self._shaped(values[:pairs] - values[pairs:-1], len(steps)) / (2 * pairs * self.sigma**2)
         gradient = {name: torch.tensordot(weight.to(value), value, 1) for name, value in xi.items()}
-        after = row_of(ends[-1].carry, -1)
         finite = all(bool(t.isfinite().all()) for t in (values[-1], after.params, *gradient.values()))
         kept: dict[str, Any] = {"seed": state["seed"], "calls": state["calls"] + 1}
         if self.persistent:
-            ran = [row_of(end.carry, index) for end in ends for index in range(len(end.values))]
-            kept |= {"carries": stack_carries(ran[:-1]), "summed": xi}
-        return MetaGradient(values[-1], gradient, after, ends[-1].losses[:, -1], finite, kept)
+            kept |= {"carries": stack_carries(ends.carries[:-1]), "summed": xi}
+        return MetaGradient(values[-1], gradient, after, ends.losses[:, -1], finite, kept)
+
+    def run_members(
+        self, update: Update, loss: Loss, rules: Params, starts: Sequence[Carry], steps: Sequence[InnerStep]
+    ) -> MemberRuns:
+        """The runs of any rules, with the estimator's objective, rows and backend; see `members.run_members`."""
+        return run_members(update, loss, rules, starts, steps, self.objective, self.rows, self.backend, self.floor)
 
     def _shaped(self, differences: Tensor, steps: int) -> Tensor:
         """The differences of the pairs' meta-losses as they weigh the perturbations."""
@@ -129,51 +129,6 @@ class EvolutionStrategies(MetaGradientEstimator):
                 drawn = torch.randn(value.shape, generator=draw, dtype=value.dtype)
                 noise[name].append(self.sigma * drawn.to(value.device))
         return {name: torch.stack(drawn) for name, drawn in noise.items()}
-
-    def _run(self, update: Update, loss: Loss, rules: Params, carry: Carry, steps: Sequence[InnerStep]) -> "_Ends":
-        """The runs of some rules, step by step."""
-        values, losses = carry.params.new_zeros(len(carry.params)), []
-        loss_rows, advance = losses_of_rows(loss), None
-        for step in steps:
-            advance = advance or self._step(update, loss, carry, step.batch, rules)
-            measured, carry = advance(carry, step.batch, rules)
-            losses.append(measured)
-            with torch.no_grad():
-                for target in step.targets:
-                    term, _ = loss_rows(carry.params, carry.aux, target.batch)
-                    term = (term + self.floor).log() if self.objective == "log-loss" else term
-                    values = values + target.weight * term.reshape(len(term), -1).mean(1)
-        trajectory = torch.stack(losses) if losses else carry.params.new_zeros(0, *carry.params.shape[:-1])
-        return _Ends(values, carry, trajectory)
-
-    def _step(self, update: Update, loss: Loss, carry: Carry, batch: Batch, rules: Params) -> RowStep:
-        """The inner step of the runs."""
-        compiled = self.backend == "compile"
-        if isinstance(update, BlockUpdate) and update.row_steps is not None:
-            return update.row_steps(loss, carry, batch, rules, compiled)
-        gradients, update_rows = gradients_of_rows(loss), over_phi(update)
-
-        def step(carry: Carry, batch: Batch, rules: Params) -> tuple[Tensor, Carry]:
-            grads, losses, aux = gradients(carry.params, carry.aux, batch)
-            with torch.no_grad():
-                change, state = update_rows(rules, grads, carry.state, carry.params, loss=losses)
-                return losses, Carry(carry.params + change, aux, state)
-
-        return step
-
-
-class _Ends(NamedTuple):
-    """Where the runs of some rules end.
-
-    Attributes:
-        values: Meta-losses, [R].
-        carry: Carries as rows.
-        losses: Training losses, [T, R, *batch].
-    """
-
-    values: Tensor
-    carry: Carry
-    losses: Tensor
 
 
 def persistent_evolution_strategies(

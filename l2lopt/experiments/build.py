@@ -23,6 +23,7 @@ from l2lopt.optimisee import Optimisee
 from l2lopt.optimisers import Optimiser
 from l2lopt.torch_optim.learned_optimizer import LearnedOptimizer
 from l2lopt.torch_optim.registry import TORCH, OptimizerFactory
+from l2lopt.training import cma_es
 from l2lopt.weights import files
 
 
@@ -102,6 +103,8 @@ def build(config: Config, given: Sequence[Optimisee] = ()) -> Experiment:
     optimiser = optimisers.build(config.optimiser, optimisers.LEARNED, seed=seed_of("optimiser", config.seed))
     made = registry.build(estimators.ESTIMATORS, "estimator", config.unroll.estimator)
     estimator = registry.checked_kind("estimator", config.unroll.estimator, made, MetaGradientEstimator)
+    if config.meta.cma is not None:
+        cma_es.checked(estimator, config.unroll)
     config.evaluation.checked_horizons()
     for baseline in config.evaluation.baselines:
         baseline.build(baseline.rates[0], config.evaluation.steps)

@@ -222,7 +222,8 @@ def _change(data: dict[str, Any], change: str, kind: type[Settings]) -> None:
     for key in above:
         inner = data.get(key, default if isinstance(default, str) else {})
         default = None
-        inner = {"name": inner} if isinstance(inner, str) else inner
+        # None: a table that is absent by default, in a config that was given as an object.
+        inner = {"name": inner} if isinstance(inner, str) else {} if inner is None else inner
         if not isinstance(inner, dict):
             raise UserError("--set", expected=f"a table at {key!r}", found=repr(inner), remedy="change the key")
         data[key] = data = dict(inner)

@@ -12,7 +12,7 @@ from l2lopt import kernels
 from l2lopt.core.layout import Layout, Params
 from l2lopt.core.registry import Choice
 from l2lopt.core.seeding import seed_of
-from l2lopt.core.types import Aux, Batch, Carry
+from l2lopt.core.types import Aux, Batch, Carry, detach
 from l2lopt.evaluation import contestants
 from l2lopt.evaluation.comparison import tunes
 from l2lopt.evaluation.contestants import Contestant
@@ -25,6 +25,7 @@ from l2lopt.experiments.build import Experiment
 from l2lopt.experiments.config import Config
 from l2lopt.optimisee import Optimisee, Split, flat_loss
 from l2lopt.parallel.threads import cpu_threads
+from l2lopt.training import cma_es
 from l2lopt.training.inner_runs import inner_steps
 
 
@@ -195,11 +196,16 @@ def _unrolled(experiment: Experiment, seed: int) -> float:
     flat = layout.ravel(params)
     carry = Carry(flat, aux, optimiser.init(layout, like=flat))
     update, loss = kernels.block_update(optimiser, experiment.config.backend), flat_loss(optimisee, layout)
+    phi, estimator = optimiser.phi(), experiment.estimator
 
     def call() -> object:
         stream = inner_steps(optimisee, unroll.targets, seed, 0, steps)
-        state = experiment.estimator.init(carry, optimiser.phi(), seed)
-        return experiment.estimator(update, loss, optimiser.phi(), carry, stream, state)
+        if (cma := experiment.config.meta.cma) is not None:
+            count = cma.members(sum(value.numel() for value in phi.values())) + 1
+            rules = {name: value.repeat(count, *[1] * value.dim()) for name, value in detach(phi).items()}
+            members = cma_es.checked(estimator, unroll)
+            return members.run_members(update, loss, rules, [carry] * count, list(stream))
+        return estimator(update, loss, phi, carry, stream, estimator.init(carry, phi, seed))
 
     return _seconds(call) / steps
 

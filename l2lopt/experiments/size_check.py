@@ -51,6 +51,11 @@ def check_sizes(
         if isinstance(estimator, EvolutionStrategies):
             phi = sum(value.nbytes for value in optimiser.phi().values())
             check("unroll.estimator: pairs", estimator.pairs, phi + (2 * run if estimator.persistent else 0))
+        if (cma := config.meta.cma) is not None:
+            count = sum(value.numel() for value in optimiser.phi().values())
+            # In float64; telling a full covariance takes the products of every member with itself, and weighs them.
+            each = 8 * count * (1 if cma.separable else 2 * count)
+            check("meta.cma: population", cma.members(count), each, torch.device("cpu"))
         for name, seeds, rows in (
             ("validation.seeds", config.validation.seeds, config.validation.rows),
             ("evaluation.seeds", config.evaluation.seeds, config.evaluation.rows),

@@ -102,8 +102,8 @@ MEANS: Mapping[str, str] = {
 }
 """Name → what the mean is of."""
 FACTS: Mapping[str, Fact] = {
-    # 2 t/T − 1, from −1 to 1; log T − 5.3 in [−3, 2], 0 at 200 updates and 2 from 1,480 on, so that runs longer than those
-    # of meta-training look like the longest; log(1 + t) / 3 − 1.
+    # 2 t/T − 1, from −1 to 1; log T − 5.3 in [−3, 2], 0 at 200 updates and 2 from 1,480 on, so that longer runs
+    # look like runs of lengths that meta-training knows; log(1 + t) / 3 − 1.
     "progress": Fact(lambda n: 2 * (n.steps / n.total).clamp(max=1.0) - 1),
     "length": Fact(lambda n: (n.total.log() - 5.3).clamp(-3, 2)),
     "age": Fact(lambda n: (1 + n.steps).log() / 3 - 1),

@@ -1,8 +1,8 @@
 """The inner runs of meta-training: optimisees trained by the learned optimiser, unroll after unroll."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,13 +11,14 @@ from torch.utils import _pytree as pytree
 from l2lopt import kernels
 from l2lopt.core.layout import Layout, Params
 from l2lopt.core.seeding import generator, seed_of
-from l2lopt.core.types import Batch, Carry, InnerStep, Loss, Target
+from l2lopt.core.types import Batch, Carry, InnerStep, Loss, Target, Update
 from l2lopt.estimators import EstimatorState, MetaGradientEstimator
 from l2lopt.optimisee import Optimisee, Split, flat_loss
 from l2lopt.optimisers import Optimiser
 from l2lopt.parallel import processes
 from l2lopt.training.settings import Targets, UnrollSettings
 
+T = TypeVar("T")
 _log = logging.getLogger("l2lopt")
 
 
@@ -131,6 +132,22 @@ class InnerRuns:
             for position, summary in zip(positions, summaries, strict=True)
         ]
         return summaries
+
+    def whole(self, meta_update: int, work: Callable[[Update, Loss, Carry, Sequence[InnerStep]], T]) -> list[T]:
+        """Begins a new run of every index and has `work` make all of it; gives what it returned, on every rank.
+
+        Args:
+            meta_update: The meta-update that the runs are for, counted from 1.
+            work: (update, loss, carry before the first step, all steps) → a pytree.
+        """
+        first, self.begun = self.begun, self.begun + len(self.positions)
+
+        def made(index: int) -> T:
+            run = self._begin(RunPosition(first + index, meta_update))
+            steps = inner_steps(run.optimisee, self.settings.targets, run.seed, 0, run.length, run.length)
+            return work(self.update, run.loss, run.carry, list(steps))
+
+        return processes.share_out(made, len(self.positions))
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """All that the next unrolls depend on beside φ, as facts and tensors.

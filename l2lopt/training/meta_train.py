@@ -1,4 +1,4 @@
-"""Meta-training: unroll after unroll, the meta-gradient followed by Adam."""
+"""Meta-training: meta-update after meta-update, with validations and checkpoints between them."""
 
 import logging
 import math
@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from l2lopt.core.layout import Params
@@ -15,18 +14,18 @@ from l2lopt.core.types import Report, silent
 from l2lopt.estimators import MetaGradientEstimator
 from l2lopt.optimisee import Optimisee
 from l2lopt.optimisers import Optimiser
-from l2lopt.optimisers.schedules import set_rates
 from l2lopt.parallel import processes
 from l2lopt.storage.checkpoint import Checkpoint, NoCheckpoint, fitting, restoring
 from l2lopt.storage.run_log import NoRecords, Recorder
-from l2lopt.training.inner_runs import InnerRuns, UnrollSummary
+from l2lopt.training.adam import Adam
+from l2lopt.training.cma_es import CMAES
+from l2lopt.training.inner_runs import InnerRuns
+from l2lopt.training.meta_optimiser import MetaOptimiser, assign
 from l2lopt.training.settings import MetaTrainSettings, UnrollSettings
 
 _log = logging.getLogger("l2lopt")
 WORSE = 1.05
 """Validation loss over that before meta-training, from which on a problem is named in a warning."""
-_MOMENTS = {"step", "exp_avg", "exp_avg_sq"}
-"""What Adam keeps of a parameter once it has made a step."""
 
 
 @dataclass
@@ -38,7 +37,8 @@ class MetaTrained:
         score: The best score; lower is better.
         update: The number of meta-updates that led to `phi`.
         inner_steps: The number of inner steps of all unrolls.
-        skipped: The number of unrolls that were not finite and were left out.
+        skipped: The number of unrolls that were not finite and were left out; CMA-ES: of runs in which no member's
+            meta-loss was finite.
         scores: Every validation, update → score.
         before: Problem → score before the first meta-update.
         best: Problem → score of `phi`.
@@ -70,9 +70,8 @@ def meta_train(
 ) -> MetaTrained:
     """Meta-trains `optimiser` in place; it ends with the meta-parameters of the best score.
 
-    Every meta-update makes the next `truncation` steps of `batch` runs, divides the meta-gradient of each by its number
-    of steps, averages those that are finite, clips the mean and hands it to Adam. An unroll that is not finite is
-    counted and left out, and a new run begins in the place of its run.
+    Every meta-update makes the next `truncation` steps of `batch` runs and follows their meta-gradients, see
+    `adam.Adam`; with `settings.cma` it makes whole runs with each member of a population, see `cma_es.CMAES`.
 
     Within `processes.together` the ranks share the batch's runs, to the bits of one process. Rank 0 alone writes.
 
@@ -92,7 +91,7 @@ def meta_train(
             the same to the bit.
 
     Raises:
-        UserError: If the estimator knows that the memory of a meta-gradient is not there, or another rank has ended.
+        UserError: If the memory of a meta-gradient is not there, CMA-ES cannot use the runs, or another rank has ended.
 
     Examples:
         >>> import optimisees
@@ -132,7 +131,7 @@ def meta_train(
             loop.validate()
             if checkpoint_due:
                 save()
-    _assign(optimiser, loop.result.phi)
+    assign(optimiser, loop.result.phi)
     _warn_of_losses(loop.result)
     return loop.result
 
@@ -154,7 +153,9 @@ class _MetaTraining:
         records: Recorder,
     ) -> None:
         self.optimiser, self.runs, self.settings, self.score, self.records = optimiser, runs, settings, score, records
-        self.meta_optimiser = torch.optim.Adam(optimiser.parameters(), lr=settings.rate)
+        self.meta_optimiser: MetaOptimiser = Adam(optimiser, runs, settings)
+        if settings.cma is not None:
+            self.meta_optimiser = CMAES(optimiser, runs, settings.cma)
         self.update, self.result = 0, MetaTrained(_copy(optimiser.phi()))
 
     @property
@@ -166,11 +167,10 @@ class _MetaTraining:
     def step(self) -> dict[str, float]:
         """The next meta-update; gives its figures."""
         self.update += 1
-        unrolls = self.runs.unroll(self.update)
-        self.result.inner_steps += sum(unroll.steps for unroll in unrolls)
-        self.result.skipped += sum(not unroll.finite for unroll in unrolls)
-        figures = self._follow([unroll for unroll in unrolls if unroll.finite])
-        figures |= {"skipped": float(self.result.skipped), "score": self.result.score}
+        made = self.meta_optimiser.step(self.update)
+        self.result.inner_steps += made.inner_steps
+        self.result.skipped += made.skipped
+        figures = made.figures | {"skipped": float(self.result.skipped), "score": self.result.score}
         self.records.write("meta-train", self.update, figures)
         return figures
 
@@ -195,10 +195,11 @@ class _MetaTraining:
         tensors = {f"best/{name}": value for name, value in result.phi.items()}
         for name, parameter in self.optimiser.phi().items():
             tensors[f"phi/{name}"] = parameter
-            tensors |= {f"adam/{name}/{key}": value for key, value in self.meta_optimiser.state[parameter].items()}
+        own_facts, own_tensors = self.meta_optimiser.state_dict()
         run_facts, run_tensors = self.runs.state_dict()
         facts = {
             "update": self.update,
+            **own_facts,
             **run_facts,
             "score": result.score,
             "best_update": result.update,
@@ -210,21 +211,13 @@ class _MetaTraining:
             "best": result.best,
             "validated": not self.validation_due,
         }
-        return facts, tensors | run_tensors
+        return facts, tensors | own_tensors | run_tensors
 
     def load_state_dict(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Puts back what `state_dict` gave."""
         phi = self.optimiser.phi()
-        _assign(self.optimiser, {name: fitting(tensors[f"phi/{name}"], value) for name, value in phi.items()})
-        for name, parameter in phi.items():
-            prefix = f"adam/{name}/"
-            for key, value in tensors.items():
-                if key.startswith(prefix):
-                    # Adam's step count has no dimension and stays on the CPU; its moments lie beside the parameter.
-                    placed = value if value.dim() == 0 else value.to(parameter)
-                    self.meta_optimiser.state[parameter][key.removeprefix(prefix)] = placed
-            if (found := self.meta_optimiser.state[parameter].keys()) - _MOMENTS or len(found) % len(_MOMENTS):
-                raise KeyError(f"{', '.join(found)} where Adam has {', '.join(sorted(_MOMENTS))}")
+        assign(self.optimiser, {name: fitting(tensors[f"phi/{name}"], value) for name, value in phi.items()})
+        self.meta_optimiser.load_state_dict(facts, tensors)
         self.update = facts["update"]
         self.result = MetaTrained(
             phi={name: fitting(tensors[f"best/{name}"], value).to(value) for name, value in phi.items()},
@@ -238,26 +231,6 @@ class _MetaTraining:
         )
         self.runs.load_state_dict(facts, tensors)
 
-    def _follow(self, unrolls: Sequence[UnrollSummary]) -> dict[str, float]:
-        """One step of Adam along the mean of the unrolls' meta-gradients; without an unroll φ stays."""
-        if not unrolls:
-            return dict.fromkeys(("meta_loss", "loss", "gradient_norm", "update_size"), math.nan) | {"rate": 0.0}
-        for name, parameter in self.optimiser.phi().items():
-            # In the order of the runs' indices on every rank: the mean does not depend on who made which run.
-            parameter.grad = torch.stack([unroll.gradient[name] for unroll in unrolls]).mean(0).to(parameter)
-        norm = torch.nn.utils.clip_grad_norm_(self.optimiser.parameters(), self.settings.clip)
-        rate = self.settings.rate_at(self.update)
-        set_rates(self.meta_optimiser, [rate])
-        self.meta_optimiser.step()
-        self.meta_optimiser.zero_grad()
-        return {
-            "meta_loss": _mean([unroll.meta_loss for unroll in unrolls]),
-            "loss": _mean([unroll.loss for unroll in unrolls]),
-            "gradient_norm": float(norm),
-            "rate": rate,
-            "update_size": _mean([unroll.update_size for unroll in unrolls]),
-        }
-
 
 def _warn_of_losses(result: MetaTrained) -> None:
     """Names the problems that the best φ is worse on than the φ that meta-training began with."""
@@ -267,17 +240,5 @@ def _warn_of_losses(result: MetaTrained) -> None:
         _log.warning("validation losses above those before meta-training: %s", said)
 
 
-def _mean(values: Sequence[Tensor]) -> float:
-    return float(torch.stack(list(values)).mean())
-
-
 def _copy(phi: Mapping[str, Tensor]) -> Params:
     return {name: value.detach().clone() for name, value in phi.items()}
-
-
-def _assign(optimiser: Optimiser, phi: Mapping[str, Tensor]) -> None:
-    """Overwrites the optimiser's meta-parameters with these values."""
-    with torch.no_grad():
-        for name, parameter in optimiser.phi().items():
-            # In place: the meta-optimiser holds these very tensors.
-            parameter.copy_(phi[name])

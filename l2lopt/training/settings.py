@@ -86,8 +86,24 @@ class UnrollSettings(Settings):
         return min(length, max(self.truncation or 1, round(length * update / self.curriculum)))
 
 
+class CMASettings(Settings):
+    """CMA-ES in the place of Adam: a normal distribution over φ, whose mean is the optimiser's φ."""
+
+    population: Annotated[int, Field(ge=4, le=10_000)] | None = None
+    """λ, the members that every meta-update draws and runs; none: 4 + ⌊3 log n⌋ for n meta-parameters."""
+    sigma: Annotated[float, Field(ge=1e-6, le=1e3)] = 0.1
+    """The standard deviation of every meta-parameter at the beginning."""
+    separable: bool = False
+    """Whether a variance for each meta-parameter is adapted instead of all n² covariances: they are learned from fewer
+    members, in memory of n numbers."""
+
+    def members(self, count: int) -> int:
+        """λ for so many meta-parameters."""
+        return self.population or 4 + math.floor(3 * math.log(count))
+
+
 class MetaTrainSettings(Settings):
-    """How the meta-gradient is followed: Adam, its rate, and when the optimiser is validated."""
+    """How φ is changed: by Adam along the meta-gradient, or by CMA-ES; and when the optimiser is validated."""
 
     updates: PositiveInt = 320
     """The number of meta-updates."""
@@ -102,11 +118,14 @@ class MetaTrainSettings(Settings):
     clip: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 1.0
     """The largest norm of the meta-gradient, which is a mean over the steps of an unroll."""
     batch: PositiveInt = 1
-    """The number of inner runs whose meta-gradients a meta-update averages."""
+    """The number of inner runs whose meta-gradients a meta-update averages; CMA-ES: in which it ranks the members."""
     checkpoint_every: PositiveInt = 10
     """The number of meta-updates between two checkpoints."""
     validate_every: PositiveInt = 40
     """The number of meta-updates between two validations; meta-training ends with the optimiser of the best score."""
+    cma: CMASettings | None = None
+    """CMA-ES in the place of Adam and of all of the above that is Adam's: rate, warm-up, schedule, final and clip. It
+    wants whole runs and the estimator `es`; an empty table will do."""
 
     @model_validator(mode="after")
     def _falls(self) -> "MetaTrainSettings":

@@ -34,6 +34,7 @@ RUNS = [
     "validation.rows=1",
     "evaluation.rows=1",
 ]
+CMA = ["unroll.estimator=es", "unroll.truncation=11", "meta.cma={population=5, sigma=0.05}"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
@@ -53,11 +54,14 @@ def called(arguments, **options):
 
 
 @pytest.mark.slow
-def test_torchrun_leaves_what_one_process_leaves(tmp_path):
+@pytest.mark.parametrize("changes", [RUNS, [*RUNS, *CMA]], ids=["adam", "cma-es"])
+def test_torchrun_leaves_what_one_process_leaves(tmp_path, changes):
     """To the byte: weights, records and config, with runs of several problems and lengths."""
-    done = called(command(tmp_path / "two"))
+    if changes is not RUNS:
+        pytest.importorskip("cmaes", reason='cmaes is missing: pip install "l2lopt[cma]"')
+    done = called(command(tmp_path / "two", changes=changes))
     assert done.returncode == 0, done.stderr
-    whole = l2lopt.meta_train(DEMO, tmp_path / "one", changes=RUNS)
+    whole = l2lopt.meta_train(DEMO, tmp_path / "one", changes=changes)
     assert files(tmp_path / "two") == files(whole)
     assert done.stdout.count("meta-train: 10/10") == 1  # one of them talks
 
