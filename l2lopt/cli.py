@@ -170,10 +170,9 @@ def controls(
     """Draw what the network of a hierarchical rule does with each kind of tensor, step by step of a run."""
     from l2lopt.experiments import controls as experiments
 
+    folder = output or Path("runs/controls")
     with _progress() as report:
-        paths = experiments.controls(
-            weights, task, output or Path("runs/controls"), steps=steps, seed=seed, report=report
-        )
+        paths = experiments.controls(weights, task, folder, steps=steps, seed=seed, report=report)
     _left(paths)
 
 

@@ -32,6 +32,7 @@ def controls_over_time(
 
     Step and decay are factors of the harness's; a turn of the direction is an angle in degrees, or, with
     `mix="logit"`, Adam's share; the momentum's control is the slow momentum's share, and below 0 the gradient's.
+    The turn to Adam's direction is given for all kinds, but it acts on matrices alone; see `Hierarchical`.
 
     Args:
         optimiser: Hierarchical rule in its reference form.

@@ -26,7 +26,7 @@ LEAST = {"factor": (0.5, 2.0), "degrees": (-10.0, 10.0), "share": (-0.1, 0.1)}
 TITLES = {
     "step": "step, times the harness's",
     "decay": "weight decay, times the harness's",
-    "mix": "turn to Adam's direction",
+    "mix": "matrices: turn to Adam's direction",
     "sign": "turn to the momentum's sign",
     "slow": "turn to the slow momentum",
     "momentum": "slow momentum (below 0: gradient)",
@@ -100,6 +100,9 @@ def read_controls(path: Path) -> list[ControlCurve]:
 def control_curves(curves: Sequence[ControlCurve], folder: Path, title: str = "") -> list[Path]:
     """Draws a panel for each control: a line for each kind of tensor, a band from the lowest to the highest tensor.
 
+    The turn to Adam's direction is drawn for matrices alone: for other kinds this is the harness's direction, and the
+    turn does nothing.
+
     Args:
         curves: Curves, as `read_controls` gives them.
         folder: Folder for `controls.png` and `controls.svg`.
@@ -116,8 +119,12 @@ def control_curves(curves: Sequence[ControlCurve], folder: Path, title: str = ""
             _panel(panel, [curve for curve in curves if curve.control == control], kinds)
         for panel in axes.flat[len(controls) :]:
             panel.set_axis_off()
-        handles, labels = axes[0][0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, title=BANDS)
+        # Of all panels: one may lack a kind.
+        told = [panel.get_legend_handles_labels() for panel in axes.flat]
+        lines = {label: line for found in told for line, label in zip(*found, strict=True)}
+        figure.legend(
+            list(lines.values()), list(lines), loc="outside lower center", ncols=len(lines), frameon=False, title=BANDS
+        )
         if title:
             figure.suptitle(shown(title))
         return write_figure(figure, folder, "controls")
@@ -131,6 +138,8 @@ def _panel(panel: Axes, curves: Sequence[ControlCurve], kinds: Sequence[str]) ->
         panel.yaxis.set_major_formatter("{x:g}")
     panel.axhline(AT_THE_HARNESS[unit], color=HARNESS, linewidth=0.9, label="the harness")
     for curve in curves:
+        if control == "mix" and curve.kind != "matrix":
+            continue
         index = kinds.index(curve.kind)
         colour = RULES[index % len(RULES)]
         # A factor without a bound may be too large for a number.
