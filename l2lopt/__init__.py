@@ -1,10 +1,10 @@
 """Neural networks that learn to be optimisers: meta-train them, compare them, use them.
 
-`meta_train`, `evaluate`, `train`, `benchmark`, `sample`, `reproduce`, `plot` and `demo` do what the command line does,
-and the first four also work on your own model, loss and data, of which `make_optimisee` makes an optimisee. `save` and
-`load` write and read learned optimisers, `list_weights` names those that come with the package, `push` and `pull` share
-them, and `LearnedOptimizer` puts one into any training loop; `parameter_groups` tells it what a module's parameters
-are.
+`meta_train`, `evaluate`, `train`, `benchmark`, `controls`, `sample`, `reproduce`, `plot` and `demo` do what the command
+line does, and the first five also work on your own model, loss and data, of which `make_optimisee` makes an optimisee.
+`save` and `load` write and read learned optimisers, `list_weights` names those that come with the package, `push` and
+`pull` share them, and `LearnedOptimizer` puts one into any training loop; `parameter_groups` tells it what a module's
+parameters are.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from l2lopt.core.errors import UserError
     from l2lopt.experiments.benchmark import benchmark
     from l2lopt.experiments.comparison_study import reproduce
+    from l2lopt.experiments.controls import controls
     from l2lopt.experiments.make_optimisee import make_optimisee
     from l2lopt.experiments.runs import demo, evaluate, meta_train, plot, publish, train
     from l2lopt.experiments.samples import paint, sample
@@ -25,6 +26,7 @@ _HOME = {
     "LearnedOptimizer": "torch_optim",
     "UserError": "core.errors",
     "benchmark": "experiments.benchmark",
+    "controls": "experiments.controls",
     "demo": "experiments.runs",
     "evaluate": "experiments.runs",
     "list_weights": "weights.files",
@@ -57,6 +59,7 @@ __all__ = [
     "LearnedOptimizer",
     "UserError",
     "benchmark",
+    "controls",
     "demo",
     "evaluate",
     "list_weights",

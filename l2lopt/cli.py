@@ -88,12 +88,7 @@ def meta_train(
     folder = run or Path("runs") / config.stem
     with _progress() as report:
         experiments.meta_train(
-            config,
-            folder,
-            changes=_changes(changes, seed, device),
-            overwrite=overwrite,
-            resume=resume,
-            report=report,
+            config, folder, changes=_changes(changes, seed, device), overwrite=overwrite, resume=resume, report=report
         )
     _left([folder / "optimiser.safetensors"])
 
@@ -126,12 +121,7 @@ def train(
     folder = run or Path("runs") / config.stem
     with _progress() as report:
         result = experiments.train(
-            config,
-            folder,
-            changes=_changes(changes, seed, device),
-            overwrite=overwrite,
-            resume=resume,
-            report=report,
+            config, folder, changes=_changes(changes, seed, device), overwrite=overwrite, resume=resume, report=report
         )
     if result.diverged is not None:
         _say(f"diverged: the loss was not finite at step {result.diverged}")
@@ -162,10 +152,28 @@ def sample(
 
 @app.command()
 def plot(runs: Runs) -> None:
-    """Draw the loss curves of evaluated runs, and the training curves of trained ones."""
+    """Draw the loss curves of evaluated runs, the validations of meta-trained and the curves of trained ones."""
     from l2lopt.experiments import runs as experiments
 
     _left(experiments.plot(*runs))
+
+
+@app.command()
+def controls(
+    weights: Annotated[str, typer.Argument(metavar="WEIGHTS", help="The name of shipped weights, a file, or a run.")],
+    task: Annotated[str, typer.Option("--task", metavar="NAME", help="A task of configs/suites/tasks.toml.")],
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of the run.")] = 200,
+    output: Annotated[Path | None, typer.Option("--output", metavar="DIR", help="Folder of table and figure.")] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of initial values and batches.")] = 0,
+    data: Data = None,
+) -> None:
+    """Draw what the network of a hierarchical rule does with each kind of tensor, step by step of a run."""
+    from l2lopt.experiments import controls as experiments
+
+    folder = output or Path("runs/controls")
+    with _progress() as report:
+        paths = experiments.controls(weights, task, folder, steps=steps, seed=seed, report=report)
+    _left(paths)
 
 
 @app.command()
@@ -180,12 +188,8 @@ def weights(
         header = files.header(name)
         try:
             _show_weights(name, header, which is not None)
-        except (
-            TypeError,
-            ValueError,
-            LookupError,
-            AttributeError,
-        ) as error:  # someone else may have written the header
+        # Someone else may have written the header.
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
             found, remedy = f"others ({error})", "get the file again"
             raise UserError(name, expected="facts of a meta-training", found=found, remedy=remedy) from None
 

@@ -46,7 +46,7 @@ TINY = {
 DEMO = ["meta.updates=3", "validation.horizons=[20]"]
 """The shipped demo's own network, rule and unrolls, with fewer updates and shorter validations."""
 
-COMMANDS = ["demo", "meta-train", "evaluate", "train", "sample", "plot", "weights", "reproduce"]
+COMMANDS = ["demo", "meta-train", "evaluate", "train", "sample", "plot", "controls", "weights", "reproduce"]
 CALLS = [
     ["weights"],
     ["weights", "lstm"],

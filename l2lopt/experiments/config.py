@@ -31,14 +31,14 @@ def catalogue() -> suites.Catalogue:
     return suites.load_catalogue(shipped("suites/tasks.toml"))
 
 
-def _problem(choice: Any) -> Any:
+def problem(choice: Any) -> Any:
     """The optimisee of a task that is named; any other choice as it is."""
     if isinstance(choice, str) and choice not in optimisees.OPTIMISEES and choice in catalogue().tasks:
         return catalogue().tasks[choice].optimisee
     return choice
 
 
-Problem: TypeAlias = Annotated[Choice, BeforeValidator(_problem)]
+Problem: TypeAlias = Annotated[Choice, BeforeValidator(problem)]
 """A problem: the name of an optimisee, a table of the name and its options, or the name of a task of the catalogue,
 such as "digits-convnet-8-layer-norm", which stands for the task's optimisee."""
 

@@ -20,6 +20,9 @@ from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import Config, TrainConfig
 from l2lopt.optimisee import MODEL, SavedRun
 from l2lopt.report import figures
+from l2lopt.report.control_curves import NAME as CONTROLS
+from l2lopt.report.control_curves import control_curves, read_controls
+from l2lopt.report.validation_curves import read_validations, validation_curves
 from l2lopt.storage import run_lock, tensor_file
 from l2lopt.storage.run_log import existing, write_json, written_whole
 
@@ -35,6 +38,10 @@ _FILES = (
     "events.out.tfevents.*",
     "figures/loss-curves.*",
     "figures/training-curve.*",
+    CONTROLS,
+    "controls/events.out.tfevents.*",
+    "figures/controls.*",
+    "figures/validation.*",
 )
 """Patterns of the files that every run may leave; `Optimisee.artefact_files` has those of its application."""
 
@@ -182,6 +189,29 @@ def draw_evaluation(folder: Path, title: str) -> list[Path]:
     summary = evaluation_summary(folder / "evaluation.json")
     cuts = {"breaks": summary["horizons"], "cut": summary["cut"]}
     return figures.loss_curves(bands, folder / "figures", title=title, **cuts)
+
+
+def draw_meta_training(folder: Path, title: str) -> list[Path]:
+    """Draws what the records of a meta-training hold, and gives the paths.
+
+    That is `figures/controls` from `controls.csv`, and `figures/validation` from the validations in `metrics.jsonl`.
+
+    Args:
+        folder: Folder of the run.
+        title: Line above the panels.
+
+    Raises:
+        UserError: For a damaged file.
+    """
+    paths = []
+    if os.path.isfile(folder / CONTROLS):
+        paths += control_curves(read_controls(folder / CONTROLS), folder / "figures", title)
+    if os.path.isfile(folder / "metrics.jsonl"):
+        validations = read_validations(folder / "metrics.jsonl")
+        # One alone is the comparison of something with itself.
+        if len(validations.updates) > 1:
+            paths += validation_curves(validations, folder / "figures", title)
+    return paths
 
 
 def write_evaluation(folder: Path, result: Evaluation) -> None:

@@ -18,9 +18,11 @@ from l2lopt.evaluation.comparison import Evaluation
 from l2lopt.experiments import build, from_python
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import Config, TrainConfig
+from l2lopt.experiments.controls import leave_controls
 from l2lopt.experiments.run_folder import (
     claimed,
     draw_evaluation,
+    draw_meta_training,
     evaluation_summary,
     meta_training_config,
     training_config,
@@ -55,8 +57,8 @@ def meta_train(
 ) -> Path:
     """Meta-trains the optimiser that a config describes, or one for an optimisee made in Python.
 
-    Leaves `config.toml`, `metrics.jsonl`, TensorBoard events and `optimiser.safetensors` in the run's folder. Where
-    `torchrun` has started several processes, each makes its own runs of the meta-batch: `meta_training.meta_train`.
+    Leaves `config.toml`, `metrics.jsonl`, TensorBoard events and `optimiser.safetensors` in the run's folder; of a
+    hierarchical rule also what `controls` leaves. Processes of `torchrun` share out the runs of the meta-batch.
 
     Args:
         config: A TOML file, a mapping, or a `Config`; or an optimisee, such as `make_optimisee` gives, and several to
@@ -121,6 +123,7 @@ def meta_train(
             "skipped_unrolls": result.skipped,
         }
         processes.on_first(lambda: weights.save(experiment.optimiser, folder / "optimiser.safetensors", facts))
+        processes.on_first(lambda: leave_controls(experiment, folder, report))
     return folder
 
 
@@ -288,11 +291,12 @@ def training_files(run: str | Path) -> list[Path]:
 def plot(*runs: str | Path) -> list[Path]:
     """Draws into `figures/` of every run's folder, as PNG and SVG, what its records hold.
 
-    That is `loss-curves` from `evaluation.csv`, or, where `train` has begun the run, `training-curve` from
-    `metrics.jsonl` and the optimisee's figures; see `Optimisee.figures`.
+    That is `loss-curves` from `evaluation.csv`, `controls` from `controls.csv` and `validation` from the validations
+    in `metrics.jsonl`; or, where `train` has begun the run, `training-curve` from `metrics.jsonl` and the optimisee's
+    figures, see `Optimisee.figures`.
 
     Raises:
-        UserError: For a run without an evaluation, or a damaged one.
+        UserError: For a run with none of these records, or a damaged one.
 
     Example:
         >>> import l2lopt, torch
@@ -312,7 +316,10 @@ def plot(*runs: str | Path) -> list[Path]:
             paths += figures.training_curve(curves, folder / "figures", title=folder.name)
             paths += [] if config is None else from_python.class_of(config.optimisee).figures(folder)
             continue
-        paths += draw_evaluation(folder, folder.name)
+        found = draw_meta_training(folder, folder.name)
+        if not found or os.path.isfile(folder / "evaluation.csv"):
+            paths += draw_evaluation(folder, folder.name)
+        paths += found
     return paths
 
 
@@ -355,7 +362,7 @@ def demo(
         >>> import l2lopt
         >>> result, paths = l2lopt.demo("runs/demo")  # doctest: +SKIP
         >>> [path.name for path in paths]  # after four to five minutes on two cores  # doctest: +SKIP
-        ['loss-curves.png', 'loss-curves.svg']
+        ['loss-curves.png', 'loss-curves.svg', 'validation.png', 'validation.svg']
     """
     folder = meta_train(configs.demo(), run, changes=changes, overwrite=True, report=report)
     return evaluate(folder, report=report), plot(folder)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from l2lopt.core.layout import Params
 from l2lopt.optimisers import Optimiser
 from l2lopt.optimisers.schedules import set_rates
 from l2lopt.training.inner_runs import InnerRuns, UnrollSummary
@@ -38,6 +39,8 @@ class Adam(MetaOptimiser):
         unrolls = self.runs.unroll(update)
         finite = [unroll for unroll in unrolls if unroll.finite]
         figures = self._follow(finite, self.settings.rate_at(update))
+        if self.settings.batch > 1:
+            figures["agreement"] = agreement([unroll.gradient for unroll in finite])
         return MetaUpdate(figures, sum(unroll.steps for unroll in unrolls), len(unrolls) - len(finite))
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -77,6 +80,22 @@ class Adam(MetaOptimiser):
             "rate": rate,
             "update_size": _mean([unroll.update_size for unroll in unrolls]),
         }
+
+
+def agreement(gradients: Sequence[Params]) -> float:
+    """The squared norm of the mean of some meta-gradients over the mean of their squared norms, in [0, 1].
+
+    It is 1 where all are equal, and about 1/n where n of them are noise around 0. NaN for fewer than two, and where all
+    are 0.
+    """
+    if len(gradients) < 2:
+        return math.nan
+    of_mean = of_each = 0.0
+    for name in gradients[0]:
+        each = torch.stack([gradient[name] for gradient in gradients]).cpu().double()
+        of_mean += float(each.mean(0).square().sum())
+        of_each += float(each.square().sum()) / len(gradients)
+    return of_mean / of_each if of_each else math.nan
 
 
 def _mean(values: Sequence[Tensor]) -> float:

@@ -55,6 +55,8 @@ def test_the_demo_leaves_everything(run):
         "evaluation.json",
         "figures/loss-curves.png",
         "figures/loss-curves.svg",
+        "figures/validation.png",
+        "figures/validation.svg",
     }
 
 

@@ -23,7 +23,7 @@ from l2lopt.experiments import config as configs
 from l2lopt.experiments import run_folder
 from l2lopt.experiments.run_cache import FileCache, read_run, write_run
 from l2lopt.parallel.jobs import load_result
-from l2lopt.report import figures
+from l2lopt.report import control_curves, figures, validation_curves
 from l2lopt.storage import tensor_file
 from l2lopt.storage.checkpoint import CheckpointFile
 from l2lopt.storage.run_log import Records, write_json
@@ -192,6 +192,18 @@ def write_csv(folder):
     return folder / "evaluation.csv"
 
 
+def write_controls(folder):
+    lines = [",".join(control_curves.COLUMNS), *(f"matrix,step,factor,{step},1.5,1,2" for step in (1, 2, 3))]
+    (folder / "controls.csv").write_text("\n".join(lines) + "\n")
+    return folder / "controls.csv"
+
+
+def write_validations(folder):
+    lines = [{"stage": "validation", "step": step, "score": 0.5, "score/a": 0.25} for step in range(4)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder / "metrics.jsonl"
+
+
 def write_summary(folder):
     write_json(folder / "evaluation.json", {"table": [{"mean": 0.5}], "horizons": [3], "cut": ["adam"]})
     return folder / "evaluation.json"
@@ -257,6 +269,8 @@ KINDS = {
     "records": Kind(write_records, read_records, exact=False, refusable=False),
     "config": Kind(write_config, configs.load, exact=False),
     "evaluation": Kind(write_csv, figures.read, exact=False),
+    "controls": Kind(write_controls, control_curves.read_controls, exact=False),
+    "validations": Kind(write_validations, validation_curves.read_validations, exact=False),
     "summary": Kind(write_summary, run_folder.evaluation_summary, exact=False),
     "labels": Kind(write_labels, read_labelled, exact=False),
     "images": Kind(write_mnist, lambda path: images.load("mnist", data=str(path.parents[2])), exact=False),

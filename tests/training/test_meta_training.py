@@ -16,6 +16,7 @@ from l2lopt.core.seeding import generator, seed_of
 from l2lopt.estimators import Backprop, Blockwise, MetaGradient, MetaGradientEstimator
 from l2lopt.evaluation.free_runs import run_free
 from l2lopt.optimisers import Optimiser
+from l2lopt.training.adam import agreement
 from l2lopt.training.inner_runs import inner_steps
 from l2lopt.training.meta_train import meta_train
 from l2lopt.training.settings import MetaTrainSettings, Targets, UnrollSettings
@@ -113,6 +114,44 @@ def test_a_problem_that_becomes_worse_is_named(quadratic, caplog):
     result = meta_train(LearnedRate(0.1), [quadratic], Backprop(), settings, unrolls, score=lambda _: next(scores))
     assert (result.update, result.best["lost"]) == (1, 0.1)
     assert "validation losses above those before meta-training: lost (1.11 times)" in caplog.text
+
+
+def gradients(*rows):
+    return [{"w": torch.tensor(row[:2]), "b": torch.tensor(row[2:])} for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (gradients([1.0, 2.0, 3.0], [1.0, 2.0, 3.0]), 1),
+        (gradients([1.0, 2.0, 3.0], [-1.0, -2.0, -3.0]), 0),
+        (gradients([1.0, 0.0, 0.0], [0.0, 2.0, 0.0], [0.0, 0.0, 3.0]), 1 / 3),
+        (gradients([3.0, 0.0, 0.0], [0.0, 0.0, 0.0]), 1 / 2),
+        (gradients([0.0, 0.0, 0.0], [0.0, 0.0, 0.0]), math.nan),
+        (gradients([1.0, 2.0, 3.0]), math.nan),
+        ([], math.nan),
+    ],
+)
+def test_agreement_is_1_for_one_direction_and_a_share_for_noise(given, expected):
+    assert agreement(given) == pytest.approx(expected, nan_ok=True)
+
+
+def test_the_agreement_of_a_batch_is_recorded_before_it_is_clipped(quadratic):
+    class Known(Backprop):
+        values = iter([1.0, -1 / 3] * 4)
+
+        def __call__(self, *args, **kwargs):
+            value = next(self.values)
+            found = super().__call__(*args, **kwargs)
+            known = {"rate": torch.full_like(found.gradient["rate"], value)}
+            return MetaGradient(found.value, known, found.carry, found.losses, True)
+
+    records = Recorded()
+    train(LearnedRate(1e-3), quadratic, Known(), records=records, updates=2, batch=2, clip=0.01)
+    found = [figures["agreement"] for stage, _, figures in records.lines if stage == "meta-train"]
+    assert found == pytest.approx([(1 / 3) ** 2 / ((1 + 1 / 9) / 2)] * 2)
+    train(LearnedRate(1e-3), quadratic, records=(alone := Recorded()), updates=1)
+    assert "agreement" not in alone.lines[1][2]
 
 
 def test_an_unroll_that_is_not_finite_is_counted_and_left_out(quadratic):

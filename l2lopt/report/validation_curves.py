@@ -1,0 +1,114 @@
+"""The validations of a meta-training, problem by problem, beside what was there before it."""
+
+import json
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+from l2lopt.core.errors import UserError
+from l2lopt.report.style import LEARNED, STYLE, lines_of, shown, write_figure
+from l2lopt.storage.run_log import existing
+
+_PREFIX = "score/"
+_LEAST = 0.5, 2.0
+"""What the axis of ratios spans at least."""
+
+
+class Validations(NamedTuple):
+    """The validation scores of a meta-training, logarithms of losses.
+
+    Attributes:
+        updates: Meta-updates before each validation, [N].
+        mean: Score, which is the mean over the problems, [N]; NaN where it was not finite.
+        problems: Problem → score, [N]; empty where there is a single problem.
+    """
+
+    updates: np.ndarray
+    mean: np.ndarray
+    problems: dict[str, np.ndarray]
+
+    def ratios(self) -> dict[str, np.ndarray]:
+        """Name → loss over that at the first validation, [N]; "all" is the geometric mean over the problems."""
+        scores = {"all": self.mean, **self.problems}
+        with np.errstate(over="ignore"):
+            found = {name: np.exp(values - values[0]) for name, values in scores.items()}
+        return {name: np.where(np.isfinite(values), values, np.nan) for name, values in found.items()}
+
+
+def read_validations(path: Path) -> Validations:
+    """The validations in the `metrics.jsonl` of a meta-training; without any, the arrays are empty.
+
+    A last line that a kill has cut short is passed over.
+
+    Raises:
+        UserError: For a missing file, or a line that cannot be read (with its number).
+    """
+    existing(path, "a meta-training's records", "run l2lopt meta-train first")
+    found = []
+    texts = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    for number, text in enumerate(texts, start=1):
+        try:
+            line = json.loads(text)
+            if line["stage"] == "validation":
+                names = [name for name in line if name == "score" or name.startswith(_PREFIX)]
+                scores = {name: math.nan if line[name] is None else float(line[name]) for name in names}
+                found.append((float(line["step"]), scores["score"], scores))
+        except (TypeError, ValueError, KeyError, OverflowError, RecursionError):
+            if number == len(texts):
+                break
+            where, remedy = f"{path}, line {number}", "meta-train again"
+            raise UserError(where, expected="figures", found=text[:80], remedy=remedy) from None
+    names = list(dict.fromkeys(name for *_, scores in found for name in scores if name != "score"))
+    problems = {
+        name.removeprefix(_PREFIX): np.array([scores.get(name, math.nan) for *_, scores in found]) for name in names
+    }
+    return Validations(np.array([step for step, *_ in found]), np.array([mean for _, mean, _ in found]), problems)
+
+
+def validation_curves(validations: Validations, folder: Path, title: str = "") -> list[Path]:
+    """Draws each problem's validation loss over that before meta-training, against the meta-updates.
+
+    A problem whose line lies above 1 has been lost. The dotted line is the update whose optimiser was kept.
+
+    Args:
+        validations: Validations, at least one.
+        folder: Folder for `validation.png` and `validation.svg`.
+        title: Line above the panel.
+    """
+    ratios = validations.ratios()
+    lines = lines_of(dict.fromkeys(validations.problems, "baseline"))
+    with plt.rc_context(STYLE):
+        height = max(3.6, 0.2 * len(lines) + 1.4)
+        figure, panel = plt.subplots(figsize=(7.4, height), layout="constrained")
+        panel.set_yscale("log", base=2)
+        panel.yaxis.set_major_formatter("{x:g}")
+        panel.axhline(1.0, color="black", linewidth=0.9, alpha=0.6, label="before meta-training")
+        if np.isfinite(validations.mean).any():
+            kept = validations.updates[np.nanargmin(validations.mean)]
+            panel.axvline(kept, color="black", linewidth=0.9, alpha=0.6, linestyle=(0, (1, 3)), label="kept")
+        for name, line in lines.items():
+            panel.plot(
+                validations.updates,
+                ratios[name],
+                color=line.colour,
+                linestyle=line.dash,
+                marker=line.marker,
+                markersize=4,
+                linewidth=line.width,
+                label=shown(name),
+            )
+        label = "geometric mean" if lines else "the problem"
+        panel.plot(
+            validations.updates, ratios["all"], color=LEARNED[0], linewidth=2.2, marker="o", markersize=4, label=label
+        )
+        low, high = panel.get_ylim()
+        panel.set_ylim(min(low, _LEAST[0]), max(high, _LEAST[1]))
+        panel.set(xlabel="meta-update", ylabel="validation loss, times that before")
+        panel.grid(True, which="major", linewidth=0.4, alpha=0.5)
+        figure.legend(loc="outside right upper", frameon=False, fontsize=8)
+        if title:
+            figure.suptitle(shown(title))
+        return write_figure(figure, folder, "validation")
