@@ -3,6 +3,7 @@
 Runs are equal up to rounding where these facts are: the number of threads and the form of a step are not among them.
 """
 
+from functools import cache
 from importlib.metadata import packages_distributions, version
 from typing import Any
 
@@ -58,8 +59,13 @@ def package_of(baseline: Baseline) -> str | None:
 def _package_version(baseline: Baseline) -> dict[str, str]:
     """The version of the package that an optimiser's class comes from; none for our own and torch's."""
     package = package_of(baseline)
-    distributions = packages_distributions().get(package or "", []) if package != "torch" else []
-    return {f"version of {name}": version(name) for name in distributions}
+    return {} if package is None or package == "torch" else dict(_versions(package))
+
+
+@cache
+def _versions(package: str) -> dict[str, str]:
+    """The versions of all that is installed as this package. It takes half a second, whatever the package."""
+    return {f"version of {name}": version(name) for name in packages_distributions().get(package, [])}
 
 
 def _shortest(choice: Choice) -> Choice:
