@@ -13,6 +13,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -160,11 +161,13 @@ class TrainSettings(Settings):
     patience_to_average: PositiveInt = 5
     """The number of latest evaluations that `average = "non-monotonic"` leaves out of the best."""
 
-    @model_validator(mode="after")
-    def _in_time(self) -> "TrainSettings":
-        if self.epochs is None and self.warm_up > self.steps:
-            raise ValueError("a warm_up of at most `steps`")
-        return self
+    @field_validator("warm_up")
+    @classmethod
+    def _in_time(cls, warm_up: int, info: ValidationInfo) -> int:
+        steps, by_epochs = info.data.get("steps", warm_up), info.data.get("epochs")
+        if not by_epochs and warm_up > steps:
+            raise ValueError(f"at most {steps}, the steps")
+        return warm_up
 
     @property
     def chooses(self) -> bool:
