@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,12 +15,8 @@ from l2lopt.core.errors import UserError
 from l2lopt.core.kinds import Role
 from l2lopt.core.layout import Layout, Params
 from l2lopt.core.references import References
+from l2lopt.core.settings import Split as Split
 from l2lopt.core.types import Aux, Batch, Loss, ModuleLoss, ModuleParts, stack
-
-Split: TypeAlias = Literal["train", "inner", "heldout", "test"]
-"""`train`: the training samples. `inner` and `heldout`: the same samples, divided anew by each seed, for meta-training
-on samples that the inner steps did not see; where the data have a validation set, the training samples and that set.
-`test`: never trained on."""
 
 
 class StepInfo(NamedTuple):

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from l2lopt import cli, optimisers
+from l2lopt import cli, optimisers, terminal
 from l2lopt.experiments import config as configs
 from l2lopt.weights import files
 
@@ -35,7 +35,7 @@ def sets(changes):
 
 
 def test_off_a_terminal_a_line_for_every_tenth_says_what_is_left(capsys):
-    with cli._progress() as report:
+    with terminal.progress() as report:
         for done in (0, 1, 50, 51, 100):
             time.sleep(0.001)
             report("train", done, 100, {"loss": 0.25})
@@ -47,8 +47,8 @@ def test_off_a_terminal_a_line_for_every_tenth_says_what_is_left(capsys):
 
 def test_steps_made_before_do_not_count_for_the_time_left(monkeypatch, capsys):
     now = 100.0
-    monkeypatch.setattr(cli.console, "get_time", lambda: now)
-    with cli._progress() as report:
+    monkeypatch.setattr(terminal.console, "get_time", lambda: now)
+    with terminal.progress() as report:
         for done in (70, 80, 90, 40, 50, 60):  # a run that went on, and the same stage once more
             report("train", done, 100, {})
             now += 5.0
@@ -78,8 +78,17 @@ def test_meta_train_evaluate_plot(tmp_path, monkeypatch, capsys):
         (["meta-train", DEMO, "--set", "unroll.lenght=3"], "did you mean 'length'?"),
         (["meta-train", DEMO, "--device", "gpu"], "expected a device of this machine"),
         (["meta-train", DEMO, "--seed", "-1"], "seed: expected greater than or equal to 0"),
-        (["evaluate", "nowhere"], "expected a run's config, found nothing"),
-        (["plot", "nowhere"], "expected an evaluation, found nothing"),
+        (
+            ["evaluate", "nowhere"],
+            "nowhere: expected a run's folder, found nothing; give one that an earlier",
+        ),
+        (["evaluate", "."], "expected a run's config, found nothing"),
+        (["plot", "nowhere"], "nowhere: expected a run's folder, found nothing"),
+        (["plot", "."], "expected an evaluation, found nothing"),
+        (["sample", "nowhere"], "nowhere: expected a run's folder, found nothing"),
+        (["train", "digits-trian"], "give its path, or one of digits-train"),
+        (["reproduce", "fig4"], "expected a study's file, found nothing; give its path, or one of fig3"),
+        (["benchmark", "smok"], "expected a suite's file, found nothing; give its path, or one of smoke"),
         (["meta-train"], "Missing argument"),
         (["meta-train", DEMO, "--sett", "a=1"], "No such option"),
         (["demoo"], "No such command"),

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file
 
 import l2lopt
-from l2lopt import cli
+from l2lopt import cli, terminal
 
 GOLDEN = Path(__file__).with_name("golden")
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -90,7 +90,7 @@ def called(command):
     code, out, err = 0, io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         patch.setenv("COLUMNS", "120")
-        patch.setattr(cli.console, "width", 120)
+        patch.setattr(terminal.console, "width", 120)
         patch.setattr(sys, "argv", ["l2lopt", *command])
         patch.setattr(sys.modules["__main__"], "__package__", None)  # or the help is that of `python -m pytest`
         try:

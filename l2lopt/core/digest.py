@@ -3,10 +3,10 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KEY = "digest"
 """The key under which a file's table holds the digest of everything else in the file."""
@@ -14,14 +14,16 @@ MARK = "sealed"
 """A key that says there is a digest: without it, damage to the name of the other would make an earlier file of it."""
 
 
-def bytes_of(value: Tensor) -> memoryview:
+def bytes_of(value: "Tensor") -> memoryview:
     """The bytes of a tensor, in the order of its elements."""
+    from torch import uint8  # imported here: PyTorch takes seconds, and files without tensors need none of it
+
     # As bytes, since NumPy has no bfloat16; flat first, since PyTorch cannot view a scalar as bytes.
-    found: memoryview = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    found: memoryview = value.detach().cpu().contiguous().reshape(-1).view(uint8).numpy().data
     return found
 
 
-def sealed(table: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
+def sealed(table: Mapping[str, Any], tensors: "Mapping[str, Tensor] | None" = None) -> dict[str, Any]:
     """A table with the digest of itself and of the tensors beside it; it takes about a second per gigabyte.
 
     Args:
@@ -41,7 +43,7 @@ def sealed(table: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None
     return {MARK: True, **plain, KEY: _digest(plain, tensors or {})}
 
 
-def opened(table: Any, tensors: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
+def opened(table: Any, tensors: "Mapping[str, Tensor] | None" = None) -> dict[str, Any]:
     """The table that `sealed` was given. A table without a digest, as earlier files have it, is given as it is.
 
     Args:
@@ -59,7 +61,7 @@ def opened(table: Any, tensors: Mapping[str, Tensor] | None = None) -> dict[str,
     return rest
 
 
-def _digest(table: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+def _digest(table: Mapping[str, Any], tensors: "Mapping[str, Tensor]") -> str:
     """BLAKE2 of the table and of every tensor's name, dtype, shape and bytes."""
     found = hashlib.blake2b(json.dumps(table, sort_keys=True).encode(), digest_size=16)
     for name, value in sorted(tensors.items()):

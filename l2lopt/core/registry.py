@@ -19,7 +19,6 @@ from typing import Any, TypeAlias
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from l2lopt.core.errors import UserError, did_you_mean
-from l2lopt.core.memory import watched
 
 Table: TypeAlias = Mapping[str, Callable[..., Any]]
 Choice: TypeAlias = str | dict[str, Any]
@@ -57,6 +56,8 @@ def make(table: Table, kind: str, name: str, /, **options: Any) -> Any:
         >>> registry.make({}, "distribution", "statistics:NormalDist", sigma=2.0)
         NormalDist(mu=0.0, sigma=2.0)
     """
+    from l2lopt.core.memory import watched  # imported here: PyTorch takes seconds, and a config is checked without it
+
     name, options = _current_spelling(table, name, options)
     entry, where = find(table, kind, name), f"{kind} {name!r}"
     checked = _check(where, _options_model(entry), options)

@@ -1,25 +1,26 @@
-"""What a comparison of optimisers is made of: baselines with their grids, seeds, steps, horizons."""
+"""What a comparison of optimisers is made of: baselines with their grids, seeds, steps, horizons.
+
+As all settings they do not import PyTorch; what builds an optimiser is imported where it is called.
+"""
 
 import inspect
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
-from torch import Tensor
 
-from l2lopt import optimisers
 from l2lopt.core import registry
 from l2lopt.core.errors import UserError
 from l2lopt.core.registry import Choice
-from l2lopt.core.settings import Settings
-from l2lopt.evaluation.contestants import Contestant, Runner
-from l2lopt.evaluation.torch_classes import is_torch_class, torch_class
-from l2lopt.optimisee import Optimisee, Split
-from l2lopt.optimisers import Optimiser, Rate, Scheduled
+from l2lopt.core.settings import Settings, Split
+
+if TYPE_CHECKING:
+    from l2lopt.evaluation.contestants import Contestant, Runner
+    from l2lopt.optimisee import Optimisee
+    from l2lopt.optimisers import Rate
 
 SPLITS: tuple[Split, ...] = ("train", "test")
 """The splits on which every comparison reads the losses."""
-_TABLE = {**optimisers.HAND_DESIGNED, **optimisers.WRAPPERS}
 
 
 class Baseline(Settings):
@@ -43,14 +44,18 @@ class Baseline(Settings):
         choice = {"name": self.optimiser} if isinstance(self.optimiser, str) else self.optimiser
         return self.label or str(choice.get("name") or choice.get("weights"))
 
-    def contestant(self) -> Contestant:
+    def contestant(self) -> "Contestant":
         """Its part in a comparison."""
+        from l2lopt.evaluation.contestants import Contestant
+        from l2lopt.evaluation.torch_classes import is_torch_class
+        from l2lopt.optimisers import Optimiser
+
         one_by_one = is_torch_class(self.optimiser)
         made = None if one_by_one else self.build(self.rates[0], 1)
         knows_end = self.schedule == "cosine" or (isinstance(made, Optimiser) and made.knows_end)
         return Contestant(self.name, "baseline", self.build, tuple(self.rates), knows_end, one_by_one)
 
-    def build(self, rates: Rate, horizon: int) -> Runner:
+    def build(self, rates: "Rate", horizon: int) -> "Runner":
         """The optimiser for runs of `horizon` steps.
 
         Args:
@@ -64,6 +69,11 @@ class Baseline(Settings):
         Raises:
             UserError: For an unknown name or option.
         """
+        from torch import Tensor
+
+        from l2lopt import optimisers
+        from l2lopt.evaluation.torch_classes import is_torch_class, torch_class
+
         ends = {"warm_up": horizon // 20, "total": horizon} if self.schedule == "cosine" else {}
         if is_torch_class(self.optimiser):
             found = torch_class(self.optimiser)
@@ -71,10 +81,10 @@ class Baseline(Settings):
                 return [found.at(rate, **ends) for rate in rates.tolist()]
             return found.at(rates, **ends)
         if ends and not _takes(self.optimiser, ends):
-            return Scheduled(optimisers.build(self.optimiser, _TABLE, lr=rates), "cosine", **ends)
-        return optimisers.build(self.optimiser, _TABLE, lr=rates, **ends)
+            return optimisers.Scheduled(optimisers.build(self.optimiser, _table(), lr=rates), "cosine", **ends)
+        return optimisers.build(self.optimiser, _table(), lr=rates, **ends)
 
-    def check(self, optimisee: Optimisee) -> None:
+    def check(self, optimisee: "Optimisee") -> None:
         """Builds the optimiser for a problem, to find mistakes before any work.
 
         Args:
@@ -83,16 +93,25 @@ class Baseline(Settings):
         Raises:
             UserError: For an unknown name or option, or parameters that the class refuses.
         """
+        from l2lopt.optimisers import Optimiser
+
         built = self.build(self.rates[0], 1)
         if callable(built) and not isinstance(built, Optimiser):
             params, _ = optimisee.init(0)
             built([(name, value.clone().requires_grad_()) for name, value in params.items()])
 
 
+def _table() -> Mapping[str, Callable[..., Any]]:
+    """The optimisers of ours that can be a baseline."""
+    from l2lopt import optimisers
+
+    return {**optimisers.HAND_DESIGNED, **optimisers.WRAPPERS}
+
+
 def _takes(choice: Choice, options: Mapping[str, Any]) -> bool:
     """Whether an optimiser of ours has these options of its own."""
     name = choice if isinstance(choice, str) else choice.get("name")
-    entry = registry.find(_TABLE, "optimiser", str(name))
+    entry = registry.find(_table(), "optimiser", str(name))
     return set(options) <= set(inspect.signature(entry).parameters)
 
 

@@ -69,18 +69,21 @@ def loss_table(result: Evaluation, split: str) -> Table:
     return Table(heads, tuple(rows), title=f"{split} loss, mean nats per sample")
 
 
-def published_table(label: str, lines: Sequence[Mapping[str, Any]]) -> Table:
-    """The mean losses of a comparison that was written to a file.
+def published_tables(label: str, lines: Sequence[Mapping[str, Any]]) -> list[Table]:
+    """The mean losses of a comparison that was written to a file, a table for each split, which fits a terminal.
 
     Args:
         label: Problem's name.
         lines: Lines of the comparison, as in `evaluation.json`.
     """
-    places = list(dict.fromkeys((line["split"], line["horizon"]) for line in lines))
     # JSON has no number for the mean of runs that diverged: the file has null.
     found = {(line["optimiser"], line["split"], line["horizon"]): line["mean"] for line in lines}
     means = {place: "inf" if mean is None else f"{mean:.3g}" for place, mean in found.items()}
     names = dict.fromkeys(line["optimiser"] for line in lines)
-    rows = tuple((name, *(means.get((name, *place), "") for place in places)) for name in names)
-    heads = ("optimiser", *(f"{split}, step {horizon}" for split, horizon in places))
-    return Table(heads, rows, title=f"{label}: loss, mean nats per sample")
+    tables = []
+    for split in dict.fromkeys(line["split"] for line in lines):
+        horizons = list(dict.fromkeys(line["horizon"] for line in lines if line["split"] == split))
+        rows = tuple((name, *(means.get((name, split, horizon), "") for horizon in horizons)) for name in names)
+        heads = ("optimiser", *(f"step {horizon:,}" for horizon in horizons))
+        tables.append(Table(heads, rows, title=f"{label}: {split} loss, mean nats per sample"))
+    return tables

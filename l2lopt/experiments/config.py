@@ -1,6 +1,11 @@
-"""Typed configs from TOML; `build` makes the objects that they describe."""
+"""Typed configs from TOML, named by a path or as the package ships them; `build` makes the objects that they describe.
 
+As all settings they do not import PyTorch, so that the command line answers a mistake in them at once.
+"""
+
+import os
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, overload
@@ -8,21 +13,20 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar, overload
 import tomli_w
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
-import optimisees
 from l2lopt.core import registry
 from l2lopt.core.errors import UserError
 from l2lopt.core.registry import Choice
-from l2lopt.core.settings import Settings
+from l2lopt.core.settings import Settings, Split
 from l2lopt.evaluation import suites
 from l2lopt.evaluation.settings import EvaluationSettings
-from l2lopt.optimisee import Split
 from l2lopt.storage import toml_file
 from l2lopt.storage.run_log import existing
 from l2lopt.storage.toml_file import read_toml
-from l2lopt.training.settings import MetaTrainSettings, UnrollSettings
-from l2lopt.training.train import TrainSettings
+from l2lopt.training.settings import MetaTrainSettings, TrainSettings, UnrollSettings
 
 C = TypeVar("C", bound=Settings)
+MOST_NAMES = 10
+"""The most names of shipped files that an error lists."""
 
 
 @cache
@@ -33,7 +37,7 @@ def catalogue() -> suites.Catalogue:
 
 def problem(choice: Any) -> Any:
     """The optimisee of a task that is named; any other choice as it is."""
-    if isinstance(choice, str) and choice not in optimisees.OPTIMISEES and choice in catalogue().tasks:
+    if isinstance(choice, str) and choice in catalogue().tasks:
         return catalogue().tasks[choice].optimisee
     return choice
 
@@ -149,7 +153,7 @@ def load(
     """A config from a TOML file, a mapping or a config, with changes such as "unroll.length=200" made to it.
 
     Args:
-        source: Path, mapping or config.
+        source: Path, name of a shipped config such as "demo", mapping or config.
         changes: Changes, made in this order.
         kind: Class of the config: `Config` or `TrainConfig`.
 
@@ -178,18 +182,25 @@ def shipped(name: str) -> Path:
 
 
 def find(source: str | Path, folder: str, what: str) -> Path:
-    """The file that a user names: `source` itself, or the one of that name in a folder of configs/.
+    """The file that a user names: `source` itself where there is such a file, else a shipped one.
 
     Args:
-        source: Path, or the name of a shipped file without its ending.
-        folder: Folder in configs/, such as "studies".
+        source: Path; or the name of a shipped file, such as "fig3", or its path in a checkout,
+            "configs/studies/fig3.toml".
+        folder: Folder in configs/, such as "studies", whose files are found by name.
         what: Description of the file for the error, such as "a study's file".
 
     Raises:
-        UserError: For a missing file, with the names of the shipped ones.
+        UserError: For a missing file, with the nearest names of shipped ones.
     """
-    known = {path.stem: path for path in sorted(shipped(folder).glob("*.toml"), key=lambda path: path.stem)}
-    return existing(known.get(str(source), Path(source)), what, f"give its path, or one of {', '.join(known)}")
+    home, own = shipped(""), Path(source)
+    named = {path.stem: path for path in sorted((home / folder).glob("*.toml"), key=lambda path: path.stem)}
+    paths = {"configs" / path.relative_to(home): path for path in home.rglob("*.toml")}
+    if not os.path.isfile(own):  # not `Path.is_file`, which raises for a name that no file can have
+        own = named.get(str(source)) or paths.get(own, own)
+    known = get_close_matches(own.stem, named) or [*named]
+    some = ", ".join([*known[:MOST_NAMES], *(["…"] if len(known) > MOST_NAMES else [])])
+    return existing(own, what, f"give its path, or one of {some}")
 
 
 def demo() -> Path:
@@ -197,13 +208,30 @@ def demo() -> Path:
     return shipped("demo.toml")
 
 
+def meta_training_config(folder: Path, changes: Sequence[str]) -> Config:
+    """The config of a run of meta-training, with changes made to it.
+
+    Raises:
+        UserError: For a folder without one, or a mistake in the changes.
+    """
+    path = existing(folder / "config.toml", "a run's config", "give a folder that l2lopt meta-train has left")
+    return load(path, changes)
+
+
+def training_config(folder: Path) -> TrainConfig | None:
+    """The config of a run of training; None for another folder."""
+    try:
+        return load(folder / "config.toml", kind=TrainConfig)
+    except UserError:
+        return None
+
+
 def _read(source: str | Path | Mapping[str, Any] | Settings) -> tuple[str, dict[str, Any]]:
     if isinstance(source, Settings):
         return "config", source.model_dump()
     if isinstance(source, Mapping):
         return "config", {key: value for key, value in source.items()}
-    remedy = "give the path of a TOML file, such as configs/demo.toml"
-    return str(Path(source)), read_toml(Path(source), "a config file", remedy)
+    return str(Path(source)), read_toml(find(source, "", "a config file"), "a config file", "give its path")
 
 
 def _change(data: dict[str, Any], change: str, kind: type[Settings]) -> None:

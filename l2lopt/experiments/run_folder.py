@@ -17,7 +17,7 @@ from l2lopt.core.registry import Choice
 from l2lopt.evaluation.comparison import Evaluation
 from l2lopt.evaluation.tuned_runs import choice_facts
 from l2lopt.experiments import config as configs
-from l2lopt.experiments.config import Config, TrainConfig
+from l2lopt.experiments.config import TrainConfig
 from l2lopt.optimisee import MODEL, SavedRun
 from l2lopt.report import figures
 from l2lopt.report.control_curves import NAME as CONTROLS
@@ -120,14 +120,6 @@ def _not_writable(folder: Path, error: OSError) -> UserError:
     return UserError(str(folder), expected="a folder to write in", found=found, remedy=remedy)
 
 
-def training_config(folder: Path) -> TrainConfig | None:
-    """The config of a run of training; None for another folder."""
-    try:
-        return configs.load(folder / "config.toml", kind=TrainConfig)
-    except UserError:
-        return None
-
-
 def saved(folder: Path, what: str) -> tuple[Choice, SavedRun]:
     """The choice of the optimisee that a finished run has trained, and the run.
 
@@ -147,16 +139,6 @@ def saved(folder: Path, what: str) -> tuple[Choice, SavedRun]:
     params = {name.removeprefix("params/"): value for name, value in tensors.items() if name.startswith("params/")}
     options = {} if isinstance(choice, str) else {key: value for key, value in choice.items() if key != "name"}
     return choice, SavedRun(folder, options, params)
-
-
-def meta_training_config(folder: Path, changes: Sequence[str]) -> Config:
-    """The config of a run of meta-training, with changes made to it.
-
-    Raises:
-        UserError: For a folder without one, or a mistake in the changes.
-    """
-    path = existing(folder / "config.toml", "a run's config", "give a folder that l2lopt meta-train has left")
-    return configs.load(path, changes)
 
 
 def evaluation_summary(path: Path) -> Mapping[str, Any]:

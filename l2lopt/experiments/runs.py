@@ -17,15 +17,13 @@ from l2lopt.evaluation import comparison
 from l2lopt.evaluation.comparison import Evaluation
 from l2lopt.experiments import build, from_python
 from l2lopt.experiments import config as configs
-from l2lopt.experiments.config import Config, TrainConfig
+from l2lopt.experiments.config import Config, TrainConfig, meta_training_config, training_config
 from l2lopt.experiments.controls import leave_controls
 from l2lopt.experiments.run_folder import (
     claimed,
     draw_evaluation,
     draw_meta_training,
     evaluation_summary,
-    meta_training_config,
-    training_config,
     write_evaluation,
 )
 from l2lopt.optimisee import Optimisee
@@ -61,8 +59,9 @@ def meta_train(
     hierarchical rule also what `controls` leaves. Processes of `torchrun` share out the runs of the meta-batch.
 
     Args:
-        config: A TOML file, a mapping, or a `Config`; or an optimisee, such as `make_optimisee` gives, and several to
-            meta-train on all of them. All other settings are then those of an empty config.
+        config: A TOML file, the name of a shipped one such as "demo", a mapping, or a `Config`; or an optimisee, such
+            as `make_optimisee` gives, and several to meta-train on all of them. All other settings are then those of an
+            empty config.
         run: The folder; it must be new or empty unless `overwrite`.
         optimiser: The learned optimiser for an optimisee: a name, or a mapping of the name and its options. A config
             names its own.
@@ -210,8 +209,8 @@ def train(
     run's folder, and the optimisee's artefacts, such as a vocabulary; see `Optimisee.artefacts`.
 
     Args:
-        config: A TOML file, a mapping, or a `TrainConfig`; or an optimisee, such as `make_optimisee` gives. All other
-            settings are then those of an empty config.
+        config: A TOML file, the name of a shipped one such as "digits-train", a mapping, or a `TrainConfig`; or an
+            optimisee, such as `make_optimisee` gives. All other settings are then those of an empty config.
         run: The folder; it must be new or empty unless `overwrite`.
         optimiser: The optimiser for an optimisee: a name such as "torch.optim.NAdam"; a mapping of the name and its
             options, such as {"name": "adam", "lr": 0.01}; weights, by their name, their file or the folder of their

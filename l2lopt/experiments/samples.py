@@ -5,7 +5,8 @@ from typing import Literal
 
 from l2lopt.core.errors import UserError, above_0
 from l2lopt.experiments import from_python
-from l2lopt.experiments.run_folder import saved, training_config
+from l2lopt.experiments.config import training_config
+from l2lopt.experiments.run_folder import saved
 from l2lopt.optimisee import SampleRequest
 
 _SAMPLED = {"text": "a trained language model", "images": "a trained model of images"}
@@ -35,7 +36,7 @@ def sample(run: str | Path, prompt: str = "", *, tokens: int = 100, temperature:
     return text
 
 
-def paint(run: str | Path, count: int = 8, seed: int = 0) -> list[Path]:
+def sample_images(run: str | Path, count: int = 8, seed: int = 0) -> list[Path]:
     """Images by the model that `train` has left, such as a DRAW, with the steps in which they come to be.
 
     Leaves `samples.png` (a row for each image, a column for each time step, the rectangle that is written drawn in) and
@@ -52,13 +53,17 @@ def paint(run: str | Path, count: int = 8, seed: int = 0) -> list[Path]:
     Example:
         >>> import l2lopt
         >>> run = "runs/draw"  # l2lopt.train("configs/draw-small.toml", run) takes some minutes
-        >>> [path.name for path in l2lopt.paint(run, count=4)]  # doctest: +SKIP
+        >>> [path.name for path in l2lopt.sample_images(run, count=4)]  # doctest: +SKIP
         ['samples.png', 'samples.gif']
     """
     above_0("sample", count=count)
     paths = _sample(Path(run), "images", SampleRequest(count=count, seed=seed))
     assert isinstance(paths, list)
     return paths
+
+
+paint = sample_images
+"""The earlier name."""
 
 
 def sample_kind(run: str | Path) -> Literal["text", "images"] | None:

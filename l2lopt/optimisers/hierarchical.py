@@ -14,6 +14,7 @@ from l2lopt import cells
 from l2lopt.cells.cell import Cell, CellState, affine
 from l2lopt.core.errors import UserError
 from l2lopt.core.layout import Layout, Params
+from l2lopt.core.precision import double
 from l2lopt.core.registry import Choice
 from l2lopt.core.seeding import seeded
 from l2lopt.core.types import OptimiserState
@@ -289,7 +290,7 @@ class Hierarchical(Optimiser):
             turn = layout.tensors.spread(controls["momentum"].to(g.dtype))
             other = torch.where(turn > 0, moments.slow, g)
             # Nesterov's momentum has terms of this weight so far, and only means of equal weight can be mixed.
-            weight = (1 - beta * beta ** step.double()).to(g.dtype)
+            weight = (1 - beta * beta ** double(step)).to(g)
             momentum = momentum + turn.abs() * (weight * other - momentum)
             mean = mean + turn.abs() * (other - mean)
         adam = mean / (safe_sqrt(moments.square) + self.direction.adam.eps)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -10,13 +9,10 @@ from torch import Tensor
 from l2lopt.core.errors import UserError, at_least_0
 from l2lopt.core.layout import Layout
 from l2lopt.core.precision import double
+from l2lopt.core.settings import Schedule as Schedule
 from l2lopt.core.types import OptimiserState
 from l2lopt.optimisers.base import Optimiser, zero_step
 from l2lopt.optimisers.rates import Rate, check_rate, per_row
-
-Schedule: TypeAlias = Literal["constant", "linear", "cosine", "exponential", "warm-up-stable-decay", "inverse"]
-"""The way a multiplier falls after the warm-up."""
-
 
 STABLE = 0.8
 """Share of the way after which "warm-up-stable-decay" begins to fall."""

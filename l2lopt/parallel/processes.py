@@ -11,12 +11,14 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-import torch.distributed.nn  # noqa: F401  # to be imported before there is a process group, see sharding.py
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from l2lopt.core.environment import whole_number
 from l2lopt.core.errors import UserError
+
+if dist.is_available():  # some builds of PyTorch, of other systems than Linux, come without it
+    import torch.distributed.nn  # noqa: F401  # to be imported before there is a process group, see sharding.py
 
 T = TypeVar("T")
 TIMEOUT = timedelta(hours=12)
@@ -25,12 +27,17 @@ TIMEOUT = timedelta(hours=12)
 
 def rank() -> int:
     """This process's number, from 0."""
-    return dist.get_rank() if dist.is_initialized() else 0
+    return dist.get_rank() if _is_joined() else 0
 
 
 def ranks() -> int:
     """How many processes work together."""
-    return dist.get_world_size() if dist.is_initialized() else 1
+    return dist.get_world_size() if _is_joined() else 1
+
+
+def _is_joined() -> bool:
+    """Whether there is a group of processes."""
+    return dist.is_available() and dist.is_initialized()
 
 
 def alone(what: str) -> None:
@@ -54,7 +61,7 @@ def together() -> Iterator[None]:
     Does nothing without `torchrun`, and within another such block.
     """
     alone = whole_number("WORLD_SIZE", 1) == 1 or "MASTER_ADDR" not in os.environ
-    if alone or dist.is_initialized():
+    if alone or _is_joined():
         yield
         return
     try:

@@ -1,22 +1,28 @@
-"""Settings of meta-training: what the meta-loss measures, how long runs are, how the meta-gradient is followed."""
+"""Settings of meta-training (the meta-loss, the length of runs, the way the meta-gradient is followed) and of training.
+
+As all settings they do not import PyTorch; what computes with it is imported where it is called.
+"""
 
 import math
-from typing import Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import torch
 from pydantic import (
     Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
 
 from l2lopt.core.registry import Choice
-from l2lopt.core.settings import Settings
-from l2lopt.optimisers.schedules import Schedule, multiplier
+from l2lopt.core.settings import Schedule, Settings, Split
+
+if TYPE_CHECKING:
+    from torch import Generator
 
 
 class Targets(Settings):
@@ -74,8 +80,10 @@ class UnrollSettings(Settings):
             raise ValueError("the smaller number first")
         return length
 
-    def draw_length(self, source: torch.Generator, update: int) -> int:
+    def draw_length(self, source: "Generator", update: int) -> int:
         """T for a run that begins at meta-update `update`, counted from 1."""
+        import torch
+
         length = self.length
         if not isinstance(length, int):
             low, high = (math.log(bound) for bound in length)
@@ -135,4 +143,70 @@ class MetaTrainSettings(Settings):
 
     def rate_at(self, update: int) -> float:
         """Adam's rate at meta-update `update` = 1, 2, …, `updates`."""
+        from l2lopt.optimisers.schedules import multiplier
+
         return self.rate * multiplier(self.schedule, update - 1, self.warm_up, self.updates, self.final)
+
+
+class TrainSettings(Settings):
+    """How an optimisee is trained."""
+
+    steps: PositiveInt = 1000
+    """The number of steps."""
+    epochs: PositiveInt | None = Field(default=None, le=100_000)
+    """The number of passes over the training samples, which then replaces `steps` and `evaluate_every`: there is an
+    evaluation and a checkpoint after each pass; none: there are `steps` steps."""
+    evaluate_every: PositiveInt = 100
+    """The number of steps between two test-mode evaluations on the whole of the watched split; there is one before
+    the first step and one after the last, too."""
+    checkpoint_every: PositiveInt = 100
+    """The number of steps between two checkpoints."""
+    clip: PositiveFloat | None = None
+    """The largest norm of the gradient over all parameters; none: the gradient is not clipped."""
+    schedule: Literal["constant", "cosine"] = "constant"
+    """The shape of the optimiser's rate (of a learned optimiser's whole update); `cosine` falls to 0 at the last
+    step."""
+    warm_up: NonNegativeInt = 0
+    """The number of steps over which the rate first rises linearly."""
+    patience: PositiveInt | None = None
+    """Early stopping: training ends after so many evaluations without a lower loss. It then trains on the split
+    `inner`, watches `heldout`, and ends with the parameters of the lowest loss. None: it trains on `train`, watches
+    `test` without choosing anything by it, and ends with the last parameters."""
+    average: PositiveInt | Literal["non-monotonic"] | None = None
+    """Averaged SGD (Polyak and Juditsky 1992): after so many evaluations, not counting the one before the first step,
+    the parameters are averaged over all later steps, and the mean is what is watched, tested and written.
+    `non-monotonic` begins once a watched loss is worse than the best of all but the last `patience_to_average` before
+    it (Merity et al. 2018). The splits and the end are those of `patience`, which may be none."""
+    patience_to_average: PositiveInt = 5
+    """The number of latest evaluations that `average = "non-monotonic"` leaves out of the best."""
+
+    @field_validator("warm_up")
+    @classmethod
+    def _in_time(cls, warm_up: int, info: ValidationInfo) -> int:
+        steps, by_epochs = info.data.get("steps", warm_up), info.data.get("epochs")
+        if not by_epochs and warm_up > steps:
+            raise ValueError(f"at most {steps}, the steps")
+        return warm_up
+
+    @property
+    def chooses(self) -> bool:
+        """Whether training ends with the parameters of the lowest watched loss."""
+        return self.patience is not None or self.average is not None
+
+    @property
+    def splits(self) -> tuple[Split, Split]:
+        """The split that is trained on and the one that is watched."""
+        return ("inner", "heldout") if self.chooses else ("train", "test")
+
+    def multiplier(self, step: int, steps: int) -> float:
+        """The factor of the rate at step 1, 2, …, `steps`, in [0, 1]."""
+        from l2lopt.optimisers.schedules import multiplier
+
+        return multiplier(self.schedule, step - 1, self.warm_up, steps)
+
+    def averages(self, losses: Sequence[float]) -> bool:
+        """Whether averaging begins after these watched losses, the first of them from before the first step."""
+        if self.average == "non-monotonic":
+            best = min(losses[1 : -1 - self.patience_to_average], default=math.inf)
+            return losses[-1] > best
+        return self.average is not None and len(losses) > self.average

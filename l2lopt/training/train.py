@@ -2,85 +2,24 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from l2lopt.core.layout import Params
 from l2lopt.core.seeding import seed_of
-from l2lopt.core.settings import Settings
 from l2lopt.core.types import Aux, Batch, Report, detach, silent
-from l2lopt.optimisee import Optimisee, Split, StepInfo, evaluate_split
-from l2lopt.optimisers.schedules import multiplier, set_rates
+from l2lopt.optimisee import Optimisee, StepInfo, evaluate_split
+from l2lopt.optimisers.schedules import set_rates
 from l2lopt.storage.checkpoint import Checkpoint, NoCheckpoint, fitting, pack, restoring, unpack
 from l2lopt.storage.run_log import NoRecords, Recorder
 from l2lopt.torch_optim.parameter_groups import inform
 from l2lopt.torch_optim.registry import OptimizerFactory
 from l2lopt.torch_optim.state_dict import restore
-
-
-class TrainSettings(Settings):
-    """How an optimisee is trained."""
-
-    steps: PositiveInt = 1000
-    """The number of steps."""
-    epochs: PositiveInt | None = Field(default=None, le=100_000)
-    """The number of passes over the training samples, which then replaces `steps` and `evaluate_every`: there is an
-    evaluation and a checkpoint after each pass; none: there are `steps` steps."""
-    evaluate_every: PositiveInt = 100
-    """The number of steps between two test-mode evaluations on the whole of the watched split; there is one before
-    the first step and one after the last, too."""
-    checkpoint_every: PositiveInt = 100
-    """The number of steps between two checkpoints."""
-    clip: PositiveFloat | None = None
-    """The largest norm of the gradient over all parameters; none: the gradient is not clipped."""
-    schedule: Literal["constant", "cosine"] = "constant"
-    """The shape of the optimiser's rate (of a learned optimiser's whole update); `cosine` falls to 0 at the last
-    step."""
-    warm_up: NonNegativeInt = 0
-    """The number of steps over which the rate first rises linearly."""
-    patience: PositiveInt | None = None
-    """Early stopping: training ends after so many evaluations without a lower loss. It then trains on the split
-    `inner`, watches `heldout`, and ends with the parameters of the lowest loss. None: it trains on `train`, watches
-    `test` without choosing anything by it, and ends with the last parameters."""
-    average: PositiveInt | Literal["non-monotonic"] | None = None
-    """Averaged SGD (Polyak and Juditsky 1992): after so many evaluations, not counting the one before the first step,
-    the parameters are averaged over all later steps, and the mean is what is watched, tested and written.
-    `non-monotonic` begins once a watched loss is worse than the best of all but the last `patience_to_average` before
-    it (Merity et al. 2018). The splits and the end are those of `patience`, which may be none."""
-    patience_to_average: PositiveInt = 5
-    """The number of latest evaluations that `average = "non-monotonic"` leaves out of the best."""
-
-    @model_validator(mode="after")
-    def _in_time(self) -> "TrainSettings":
-        if self.epochs is None and self.warm_up > self.steps:
-            raise ValueError("a warm_up of at most `steps`")
-        return self
-
-    @property
-    def chooses(self) -> bool:
-        """Whether training ends with the parameters of the lowest watched loss."""
-        return self.patience is not None or self.average is not None
-
-    @property
-    def splits(self) -> tuple[Split, Split]:
-        """The split that is trained on and the one that is watched."""
-        return ("inner", "heldout") if self.chooses else ("train", "test")
-
-    def multiplier(self, step: int, steps: int) -> float:
-        """The factor of the rate at step 1, 2, …, `steps`, in [0, 1]."""
-        return multiplier(self.schedule, step - 1, self.warm_up, steps)
-
-    def averages(self, losses: Sequence[float]) -> bool:
-        """Whether averaging begins after these watched losses, the first of them from before the first step."""
-        if self.average == "non-monotonic":
-            best = min(losses[1 : -1 - self.patience_to_average], default=math.inf)
-            return losses[-1] > best
-        return self.average is not None and len(losses) > self.average
+from l2lopt.training.settings import TrainSettings as TrainSettings
 
 
 class Trained(NamedTuple):

@@ -3,7 +3,7 @@
 import math
 
 from l2lopt.evaluation.comparison import Comparison, Evaluation
-from l2lopt.evaluation.tables import comparison_table, loss_table, published_table
+from l2lopt.evaluation.tables import comparison_table, loss_table, published_tables
 
 NAN = math.nan
 
@@ -57,10 +57,13 @@ def test_the_losses_on_one_split_with_paired_differences():
 
 
 def test_a_published_comparison():
-    lines = [row._asdict() for row in RESULT.table if row.split == "train"][:3]
-    table = published_table("digits", lines)
-    assert table.title == "digits: loss, mean nats per sample"
-    assert table.columns == ("optimiser", "train, step 1000", "train, step 20")
-    assert table.rows == (("mine", "0.123", "1"), ("sgd", "0.3", ""))
-    diverged = published_table("digits", [lines[0] | {"mean": None}])  # as a file has it
+    lines = [row._asdict() for row in RESULT.table][:5]
+    train, test = published_tables("digits", lines)
+    assert train.title == "digits: train loss, mean nats per sample"
+    assert train.columns == ("optimiser", "step 1,000", "step 20")
+    assert train.rows == (("mine", "0.123", "1"), ("sgd", "0.3", ""))
+    assert test.title == "digits: test loss, mean nats per sample"
+    assert test.columns == ("optimiser", "step 1,000")
+    assert test.rows == (("mine", "1.23e+04"), ("sgd", "inf"))
+    (diverged,) = published_tables("digits", [lines[0] | {"mean": None}])  # as a file has it
     assert diverged.rows == (("mine", "inf"),)

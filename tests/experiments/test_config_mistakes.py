@@ -5,7 +5,7 @@ import re
 import pytest
 
 import l2lopt
-from l2lopt import cells, cli
+from l2lopt import cells, terminal
 from l2lopt.core import memory
 from l2lopt.core.environment import whole_number
 from l2lopt.core.errors import UserError
@@ -256,7 +256,7 @@ def test_a_foreign_header_does_not_act_on_the_terminal(tmp_path, monkeypatch, ca
     path = tmp_path / f"{text.replace('/', '-')}.safetensors"
     rule = l2lopt.optimisers.make("coordinatewise", hidden_size=2)
     l2lopt.save(rule, path, {"comparisons": {text: [line]}, "meta_updates": 3})
-    monkeypatch.setattr(cli.console, "width", 200)
+    monkeypatch.setattr(terminal.console, "width", 200)
     code, out, err = called(monkeypatch, capsys, "weights", path)
     assert (code, err) == (0, "")
     assert all(c.isprintable() or c == "\n" for c in re.sub(r"\x1b\[[0-9;]*m", "", out))

@@ -103,7 +103,7 @@ def test_killed_and_resumed_equals_the_whole_run(tmp_path):
 def test_other_kinds_train(tmp_path, change):
     result = l2lopt.train(config(epochs=1), tmp_path / "run", changes=[change])
     assert result.diverged is None
-    assert all(path.stat().st_size for path in l2lopt.paint(tmp_path / "run", 2))
+    assert all(path.stat().st_size for path in l2lopt.sample_images(tmp_path / "run", 2))
 
 
 @pytest.mark.usefixtures("_data")

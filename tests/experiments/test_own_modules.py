@@ -147,7 +147,7 @@ def test_its_hooks_reach_the_command_line(tmp_path, monkeypatch, capsys, name):
     with pytest.raises(
         l2lopt.UserError, match="expected a trained model of images, found the run of another optimisee"
     ):
-        l2lopt.paint(run)
+        l2lopt.sample_images(run)
     (run / "notes.txt").write_text("mine")
     code, _, err = called(
         monkeypatch, capsys, "train", source, "--run", run, "--overwrite", "--set", "optimisee=quadratic"

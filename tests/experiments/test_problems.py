@@ -60,6 +60,10 @@ def test_held_out_samples_are_kept_from_the_steps():
     assert score == pytest.approx(math.log(wanted), abs=1e-5)
 
 
+def test_no_task_has_the_name_of_an_optimisee():
+    assert not set(optimisees.OPTIMISEES) & set(configs.catalogue().tasks)
+
+
 def test_a_task_stands_for_its_optimisee():
     named, written = (
         configs.load({"optimisee": choice, "mixed_with": [choice], "validation": {"on": [choice]}})

@@ -275,7 +275,7 @@ MISTAKES = [
     ("optimiser={weights='learned.safetensors', lr=-1}", r"lr: expected at least 0, found -1"),
     ("optimiser={lr=1}", r"optimiser: expected a table with the key 'name'"),
     ("train.step=3", r"train.step: expected a known key, found 'step'; did you mean 'steps'?"),
-    ("train.warm_up=10", r"train: expected a warm_up of at most `steps`"),
+    ("train.warm_up=10", r"train.warm_up: expected at most 9, the steps, found 10"),
     ("train.schedule=cosines", r"train.schedule: expected 'constant' or 'cosine', found 'cosines'"),
     ("optimisee.heldout=0.0", r"heldout: expected samples held out, found none"),
     ("unroll.length=3", r"unroll: expected a known key, found 'unroll'"),
