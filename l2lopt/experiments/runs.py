@@ -91,10 +91,7 @@ def meta_train(
         settings = experiment.config
         claim = claimed(run, overwrite, resume, experiment.optimisee.artefact_files)
         folder = processes.on_first(lambda: held.enter_context(claim))
-        work = settings.model_dump(mode="json", exclude={"evaluation", "label"})
-        for number, optimisee in enumerate(experiment.optimisees):
-            work |= {f"{number}.{name}": value for name, value in optimisee.fingerprint().items()}
-        checkpoint = CheckpointFile(folder / "checkpoint.safetensors", work)
+        checkpoint = CheckpointFile(folder / "checkpoint.safetensors", _work(experiment))
         position = _log_position(checkpoint)  # refused before anything is written
         processes.on_first(lambda: write_text(folder / "config.toml", configs.dump(settings)))
         recording = nullcontext(NoRecords()) if processes.rank() else closing(Records(folder, *position))
@@ -373,6 +370,14 @@ def _log_position(checkpoint: CheckpointFile) -> tuple[int, str | None]:
         if (kept := checkpoint.load()) is None:
             return -1, None
         return int(kept[0]["update"]), None if kept[0]["validated"] else "validation"
+
+
+def _work(experiment: build.Experiment) -> dict[str, Any]:
+    """What meta-training depends on: the config but for the comparison, and the data of its problems."""
+    work = experiment.config.model_dump(mode="json", exclude={"evaluation", "label"})
+    for number, optimisee in enumerate(experiment.optimisees):
+        work |= {f"{number}.{name}": value for name, value in optimisee.fingerprint().items()}
+    return work
 
 
 def _alone(config: Config) -> Config:
