@@ -51,6 +51,7 @@ class CoupledGRU(Cell):
         h = state["h"]
         from_h = affine(self.bias_h, (self.weight_h, h))
         z, candidate = reset_after(affine(self.bias, (self.weight_x, x)), from_h[: 3 * self.hidden_size])
+        candidate = torch.tanh(candidate)
         if self.coupled:
             # Summed after the product, which gives U_c (h^L + h^R) + 2 b_c, so that c shares the product of the gates.
             c = torch.sigmoid(from_h[3 * self.hidden_size :].sum(1, keepdim=True))

@@ -115,6 +115,33 @@ class RNN(Pointwise):
         return None, None
 
 
+class Leaky(Pointwise):
+    """h' = (1−ξ)∘h + ξ∘a, with a = tanh(z) or a = z; ξ [M] or [1] is a weight."""
+
+    blocks, by_h = 1, ((0, 1),)
+
+    def __init__(self, linear: bool) -> None:
+        self.linear = linear
+
+    def forward(self, s: PointwiseStep, w: Params) -> None:
+        """Writes h'."""
+        a = s.z[0]
+        if not self.linear:
+            tanh(a, a)
+        torch.lerp(s.h, a, w["xi"], out=s.h_next)
+
+    def factors(self, d: Sequence[Tensor], s: PointwiseStep, w: Params) -> tuple[Tensor | None, Tensor | None]:
+        """The factor of a; direct path 1 − ξ."""
+        d[0].copy_(w["xi"])
+        if not self.linear:
+            tanh_back(d[0], d[0], s.z[0])
+        return None, (1 - w["xi"]).expand_as(s.h)
+
+    def scalars(self, dh: Tensor, s: PointwiseStep) -> Params:
+        """For ξ, one value for each unit; of a single ξ, autograd adds them up."""
+        return {"xi": (dh * (s.z[0] - s.h)).sum((0, 1))}
+
+
 class LSTM(Pointwise):
     """c' = f∘c + i∘a; h' = o∘tanh c'. The blocks i, f, a, o with a = tanh(z), or the core's f, i, o, a with a = z."""
 
@@ -189,11 +216,11 @@ class GRU(Pointwise):
     """h' = (1−i)∘h + i∘a for update="new", i∘h + (1−i)∘a for "kept".
 
     With reset="before" the blocks are r, i, a, with a = tanh(z) and z computed from r∘h by `ResetBefore`; with "after"
-    they are a, r, i, q, with a = tanh(z + r∘q).
+    they are a, r, i, q, with a = tanh(z + r∘q). A linear candidate has no tanh.
     """
 
-    def __init__(self, update: str, reset: str) -> None:
-        self.kept, self.after = update == "kept", reset == "after"
+    def __init__(self, update: str, reset: str, linear: bool) -> None:
+        self.kept, self.after, self.linear = update == "kept", reset == "after", linear
         self.blocks = 4 if self.after else 3
         self.sigmoid = (1, 3) if self.after else (0, 0)
         self.by_h = ((0, 4),) if self.after else ((1, 3),)
@@ -203,7 +230,8 @@ class GRU(Pointwise):
         a, r, i = s.z[:3] if self.after else (s.z[2], *s.z[:2])
         if self.after:
             a.addcmul_(r, s.z[3])
-        tanh(a, a)
+        if not self.linear:
+            tanh(a, a)
         # One operation without temporaries, instead of a subtraction, two products and a sum.
         torch.lerp(*((a, s.h) if self.kept else (s.h, a)), i, out=s.h_next)
 
@@ -213,7 +241,8 @@ class GRU(Pointwise):
         share = 1 - i
         torch.sub(*((s.h, a) if self.kept else (a, s.h)), out=di)
         sigmoid_back(di, di, i)
-        tanh_back(da, share if self.kept else i, a)
+        new = share if self.kept else i
+        da.copy_(new) if self.linear else tanh_back(da, new, a)
         if self.after:
             # a = tanh(z + r∘q): the factor of z is that of the whole argument, and q and r share it.
             torch.mul(da, r, out=d[3])
