@@ -122,6 +122,7 @@ CELLS = {
     "gru new with gate bias": cell("gru", gate_bias=True),
     "gru kept with gate bias": cell("gru", update="kept", gate_bias=True),
     "gru linear": cell("gru", activation="linear"),
+    "gru relu": cell("gru", activation="relu"),
     "gru kept after linear": cell("gru", update="kept", reset="after", activation="linear"),
     "leaky linear": cell("leaky", activation="linear"),
     "leaky scalar without recurrence": cell("leaky", step="scalar", recurrent=False),
@@ -131,6 +132,7 @@ CELLS = {
     "ihc-lstm uvh without gate input": cell("ihc-lstm", gamma_on="uvh", gate_input=False),
     "coupled-gru": partial(Paired, "coupled-gru", 3, 5),
     "coupled-gru siamese": partial(Paired, "coupled-gru", 3, 5, coupled=False),
+    "coupled-gru held open": partial(Paired, "coupled-gru", 3, 5, least_coupling=0.3),
 }
 INPUTS = {
     "log-and-sign": inputs.LogAndSign,

@@ -190,7 +190,7 @@ def no_feedback(phi, x, state, *, core):
     return core(phi, z, matrix(phi["core.weight_x"], x), x, state)
 
 
-def coupled_gru(phi, x, state, *, coupled=True):
+def coupled_gru(phi, x, state, *, coupled=True, least=0.0):
     """Compagnon et al. 2021; x and h are left's numbers, then right's."""
     phi = {name.removeprefix("cell."): value for name, value in phi.items()}
     M, sides = len(state["h"]) // 2, []
@@ -203,7 +203,7 @@ def coupled_gru(phi, x, state, *, coupled=True):
         sides.append((h, z, n, affine(b_h[3], (U[3], h)) if coupled else None))
     new = []
     for (h, z, n, mine), (_, _, other, theirs) in (sides, sides[::-1]):
-        c = [sigmoid(mine[k] + theirs[k]) if coupled else 0.0 for k in range(M)]
+        c = [least + (1 - least) * sigmoid(mine[k] + theirs[k]) if coupled else 0.0 for k in range(M)]
         new += [z[k] * h[k] + (1 - z[k]) * ((1 - c[k]) * n[k] + c[k] * other[k]) for k in range(M)]
     return new, {"h": new}
 
@@ -234,6 +234,7 @@ CELLS = {
     "gru new with gate bias": gru,
     "gru kept with gate bias": partial(gru, update="kept"),
     "gru linear": partial(gru, activation=linear),
+    "gru relu": partial(gru, activation=lambda z: max(z, 0.0)),
     "gru kept after linear": partial(gru, update="kept", reset="after", activation=linear),
     "leaky": leaky,
     "leaky linear": partial(leaky, activation=linear),
@@ -254,6 +255,7 @@ CELLS = {
     "ihc-lstm uvh without gate input": partial(SIMPLIFIED["ihc-lstm"], gamma_on="uvh"),
     "coupled-gru": coupled_gru,
     "coupled-gru siamese": partial(coupled_gru, coupled=False),
+    "coupled-gru held open": partial(coupled_gru, least=0.3),
 }
 """Name → (φ, x, state) → (h, state), all lists of one column."""
 

@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from l2lopt.cells.cell import Cell, CellState, affine, constant, shifted, uniform
+from l2lopt.cells.cell import Cell, CellState, activated, affine, constant, shifted, uniform
 from l2lopt.cells.highway import Core
 
 
@@ -28,7 +28,7 @@ class GRU(Cell):
             multiplied by r where reset="after").
         gate_bias: An extra trainable bias on i that starts on the side of the old state: at −1 for update="new", at +1
             for "kept".
-        activation: Function of the candidate a: "tanh", or "linear", none (eq. 9).
+        activation: Function of the candidate a: "tanh"; "relu" (Irsoy and Cardie 2014); "linear", none (eq. 9).
     """
 
     recurrent_weights = ("weight_h",)
@@ -41,7 +41,7 @@ class GRU(Cell):
         reset: Literal["before", "after"] = "before",
         biases: Literal["none", "one", "two"] = "one",
         gate_bias: bool = False,
-        activation: Literal["tanh", "linear"] = "tanh",
+        activation: Literal["tanh", "relu", "linear"] = "tanh",
     ) -> None:
         super().__init__(input_size, hidden_size, {"h": hidden_size})
         self.update, self.reset, self.activation = update, reset, activation
@@ -59,7 +59,7 @@ class GRU(Cell):
             i, a = reset_after(from_x, affine(self.bias_h, (self.weight_h, h)))
         else:
             i, a = self._reset_before(from_x, h)
-        a = torch.tanh(a) if self.activation == "tanh" else a
+        a = activated(self.activation, a)
         i = torch.sigmoid(shifted(i, self.gate_bias))
         h = (1 - i) * h + i * a if self.update == "new" else i * h + (1 - i) * a
         return h, {"h": h}

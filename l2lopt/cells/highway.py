@@ -160,9 +160,7 @@ class Simplified(Cell):
         """The highway's: everything through which h reaches v; none without feedback."""
         return tuple(f"highway.{name}" for name in self.highway.recurrent_weights)
 
-    def __init__(
-        self, input_size: int, hidden_size: int, highway: NoFeedback | Residual | Highway, core: Core
-    ) -> None:
+    def __init__(self, input_size: int, hidden_size: int, highway: NoFeedback | Residual | Highway, core: Core) -> None:
         super().__init__(input_size, hidden_size, dict.fromkeys(core.state, hidden_size))
         self.highway, self.core = highway, core
 

@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from l2lopt.cells.cell import Cell, CellState, affine, column, uniform
+from l2lopt.cells.cell import Cell, CellState, activated, affine, column, uniform
 
 
 class Leaky(Cell):
@@ -60,8 +60,7 @@ class Leaky(Cell):
         h, products = state["h"], [(self.weight_x, x)]
         if self.weight_h is not None:
             products.append((self.weight_h, h))
-        a = affine(self.bias, *products)
-        a = torch.tanh(a) if self.activation == "tanh" else a
+        a = activated(self.activation, affine(self.bias, *products))
         xi = column(torch.sigmoid(self.step), h)
         h = (1 - xi) * h + xi * a
         return h, {"h": h}

@@ -112,7 +112,7 @@ def reproduce(
         processes.alone("reproduce")
         return training_study.reproduce(study, path, folder, changes=changes, jobs=jobs, report=report)
     with processes.together(), ExitStack() as held:
-        location = StudyLocation(study, str(path), str(folder), tuple(changes))
+        location = comparison_jobs.located(study, str(path), str(folder), changes)
         planned = list(comparison_jobs.all_jobs(location))
         _check_names(location)
         processes.on_first(lambda: run_folder.writable(Path(folder)))

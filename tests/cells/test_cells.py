@@ -9,6 +9,7 @@ import torch
 from implementations import CELLS, GATE_BIASED, SQUARE, normal, seeded
 
 from l2lopt import cells, optimisers
+from l2lopt.cells.coupled_gru import coupling
 from l2lopt.core.errors import UserError
 
 each_cell = pytest.mark.parametrize("cell", [pytest.param(seeded(make()), id=name) for name, make in CELLS.items()])
@@ -289,7 +290,7 @@ def test_the_leaky_step_is_one_of_gradient_descent(recurrent):
 
 
 def test_the_leaky_form_tends_to_the_differential_equation():
-    """Eqs. 4-6: with smaller steps ξ, the path of dh/dt = −h + a, h(t) = a + (h(0) − a) exp(−t); the error is of order ξ."""
+    """Eqs. 4-6: for small steps ξ, h(t) = a + (h(0) − a) exp(−t), the path of dh/dt = −h + a; the error is of order ξ."""
     cell, x, h = seeded(cells.make("leaky", 3, 4, recurrent=False)), normal(3, 5), normal(4, 5, seed=1)
     a, errors = torch.tanh(cell.weight_x @ x).detach(), []
     for steps in (100, 200):
@@ -378,6 +379,24 @@ def test_sides_see_each_other_only_when_coupled(coupled):
     assert difference > 1e-3 if coupled else difference == 0
 
 
+@pytest.mark.parametrize("least", [0.0, 0.3])
+def test_the_coupling_is_the_share_of_the_others_candidate(least):
+    """What of h̄ comes from the other side, found from a step: with z = 0, h' = h̃ + c∘(h̃_other − h̃)."""
+    cell, xs, h = pairs()
+    cell.least_coupling = least
+    with torch.no_grad():
+        cell.bias[4:8] = -1e3
+    single = seeded(cells.make("coupled-gru", 3, 4, coupled=False))
+    for name, parameter in single.named_parameters():
+        parameter.data = cell.get_parameter(name).detach()[:12]
+    new, own = (each(xs[0], {"h": h})[0].detach() for each in (cell, single))
+    found = coupling(dict(cell.named_parameters()), h, least).detach()
+    laws.assert_close(found.expand(4, 2, 5), (new - own) / (own.flip(1) - own), 1e-9)
+    assert found.min() > least
+    if least:
+        laws.assert_close(found, 0.3 + 0.7 * coupling(dict(cell.named_parameters()), h).detach())
+
+
 def test_siamese_is_torchs_gru_on_each_side():
     ours, xs, h = pairs(coupled=False)
     weights = {"weight_ih": ours.weight_x, "weight_hh": ours.weight_h, "bias_ih": ours.bias, "bias_hh": ours.bias_h}
@@ -443,7 +462,14 @@ def test_sizes_must_be_equal(name):
         ("ihc-lstm", {"gamma_on": "v"}, "cell 'ihc-lstm': gamma_on: expected 'h' or 'uvh', found 'v'"),
         ("lstm", {"gate_bias": True}, "cell 'lstm': gate_bias: expected a known key"),
         ("rnn", {"activation": "sine"}, "cell 'rnn': activation: expected 'tanh' or 'relu', found 'sine'"),
-        ("gru", {"activation": "relu"}, "cell 'gru': activation: expected 'tanh' or 'linear', found 'relu'"),
+        ("gru", {"activation": "sine"}, "cell 'gru': activation: expected 'tanh', 'relu' or 'linear', found 'sine'"),
+        ("coupled-gru", {"least_coupling": 1.0}, "least_coupling: expected from 0 to below 1, found 1.0"),
+        ("coupled-gru", {"least_coupling": -0.1}, "least_coupling: expected from 0 to below 1, found -0.1"),
+        (
+            "coupled-gru",
+            {"least_coupling": 0.3, "coupled": False},
+            "least_coupling: expected 0 without coupling, found 0.3",
+        ),
         ("leaky", {"step": "two"}, "cell 'leaky': step: expected 'vector' or 'scalar', found 'two'"),
         ("no-irc-gru", {"gate_input": False}, "cell 'no-irc-gru': gate_input: expected a known key"),
         ("irc-grru", {}, "did you mean 'irc-gru'"),

@@ -74,7 +74,7 @@ def _leaky(cell: Cell) -> Sweep:
         xi = torch.sigmoid(w["step"]).expand(len(w["weight_x"]))
         return ({"W": w["weight_x"]} if cell.weight_h is None else _plain(w)) | {"xi": xi}
 
-    p = pointwise.Leaky(cell.activation == "linear")
+    p = pointwise.Leaky(cell.activation)
     return Recurrent(p, Hoisted, {"hoisted": (0, 1)}, prepare) if cell.weight_h is None else _full(p, prepare)
 
 
@@ -122,7 +122,7 @@ def _gru(cell: Cell) -> Sweep:
         # Rolled, so that the rows of W (a, r, i) and those of U (r, i, q) are each one range of a, r, i, q.
         return {"W": w["weight_x"].roll(m, 0), "R": w["weight_h"], "b": b.roll(m), "b_h": bias_h[2 * m :]}
 
-    p = pointwise.GRU(cell.update, cell.reset, cell.activation == "linear")
+    p = pointwise.GRU(cell.update, cell.reset, cell.activation)
     if after:
         return Recurrent(p, Full, {"hoisted": (0, 3), "product": (1, 4), "alone": (3, 4)}, prepare)
     return Recurrent(p, ResetBefore, {"product": (0, 2), "candidate": (2, 3)}, prepare)
