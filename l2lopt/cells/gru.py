@@ -1,4 +1,4 @@
-"""The gated recurrent unit of Table I, eqs. 1-3 (Kuo et al., IJCNN 2020), its other conventions, its linear candidate (9) and its core (13-17)."""
+"""The gated recurrent unit of Table I, eqs. 1-3 (Kuo et al., IJCNN 2020), its other conventions and core (13-17)."""
 
 from typing import Literal
 

@@ -69,9 +69,9 @@ class Feedback(nn.Module):
 class NoFeedback(nn.Module):
     """v = x, eqs. 12-13: the gates see the input alone. No numbers.
 
-    "This simplified version of the GRU is no longer a real RNN" (Kuo et al.): the state is carried on, but no gate and no
-    candidate reads it, so over time the cell is a linear scan. It is what an IRC with α = 0 computes, hence the ablation
-    that shows what the IRC is worth.
+    "This simplified version of the GRU is no longer a real RNN" (Kuo et al.): the state is carried on, but no gate and
+    no candidate reads it, so over time the cell is a linear scan. It is what an IRC with α = 0 computes, hence the
+    ablation that shows what the IRC is worth.
     """
 
     recurrent_weights: ClassVar[tuple[str, ...]] = ()

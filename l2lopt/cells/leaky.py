@@ -11,8 +11,8 @@ from l2lopt.cells.cell import Cell, CellState, activated, affine, column, unifor
 class Leaky(Cell):
     """h' = (1−ξ)∘h + ξ∘a; a = tanh(W_A x + U_A h + b_A), ξ = σ(raw).
 
-    It is Euler's method with step ξ for dh/dt = −h + a (eqs. 4-5), and the GRU of eqs. 1-3 is the case in which ξ is the
-    gate i and U_A sees r∘h. The paper leaves ξ > 0 open; here it lies in (0, 1), where a step never passes a.
+    It is Euler's method with step ξ for dh/dt = −h + a (eqs. 4-5), and the GRU of eqs. 1-3 is the case in which ξ is
+    the gate i and U_A sees r∘h. The paper leaves ξ > 0 open; here it lies in (0, 1), where a step never passes a.
 
     `weight_x` is W_A [M, N], `weight_h` is U_A [M, M], `bias` is b_A [M], `step` is raw [M]. MN + M² + 2M numbers, and
     MN + M with recurrent=False. Initial values U(±1/√M), so that ξ is about ½.

@@ -290,7 +290,7 @@ def test_the_leaky_step_is_one_of_gradient_descent(recurrent):
 
 
 def test_the_leaky_form_tends_to_the_differential_equation():
-    """Eqs. 4-6: for small steps ξ, h(t) = a + (h(0) − a) exp(−t), the path of dh/dt = −h + a; the error is of order ξ."""
+    """Eqs. 4-6: for small steps ξ, h(t) = a + (h(0) − a) exp(−t), the path of dh/dt = −h + a; the error is O(ξ)."""
     cell, x, h = seeded(cells.make("leaky", 3, 4, recurrent=False)), normal(3, 5), normal(4, 5, seed=1)
     a, errors = torch.tanh(cell.weight_x @ x).detach(), []
     for steps in (100, 200):
