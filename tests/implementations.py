@@ -107,8 +107,8 @@ def cell(name: str, **options: Any) -> Any:
 
 
 IHCS = [name for name in cells.CELLS if name.startswith("ihc-")]
-IRCS = [name for name in cells.CELLS if name.startswith(("irc-", "no-irc-"))]
-GATE_BIASED = ["sru", "t-lstm", "fastgrnn", *IRCS, *IHCS]
+IRCS = [name for name in cells.CELLS if name.startswith("irc-")]
+GATE_BIASED = ["sru", "t-lstm", "fastgrnn", *IRCS, *IHCS, "no-irc-sru"]
 CELLS = {
     **{name: cell(name) for name in cells.CELLS},
     "rnn relu": cell("rnn", activation="relu"),

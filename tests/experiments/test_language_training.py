@@ -248,10 +248,7 @@ def test_a_mistake_ends_in_one_line_and_code_2(tmp_path, monkeypatch, capsys, ch
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    "optimiser",
-    ["normalised-muon", "{weights='lstm'}", "{weights='ihc-lstm', max_update=0.05}", "hierarchical"],
-)
+@pytest.mark.parametrize("optimiser", ["normalised-muon", "{weights='lstm'}", "{weights='ihc-lstm', max_update=0.05}"])
 @pytest.mark.usefixtures("_without_figures")
 def test_the_small_config_takes_learned_rules_and_the_harness(tmp_path, monkeypatch, capsys, optimiser):
     """Beside SGD, by the option of the command line. How good they are at it is the studies' matter."""
