@@ -16,7 +16,7 @@ from l2lopt.core.kinds import Role
 from l2lopt.core.layout import Layout, Params
 from l2lopt.core.references import References
 from l2lopt.core.settings import Split as Split
-from l2lopt.core.types import Aux, Batch, Loss, ModuleLoss, ModuleParts, stack
+from l2lopt.core.types import Aux, Batch, Loss, ModuleLoss, ModuleParts, Report, silent, stack
 
 
 class StepInfo(NamedTuple):
@@ -152,6 +152,19 @@ class Optimisee(ABC):
 
     def metrics(self, params: Params, aux: Aux, batch: Batch) -> dict[str, Tensor]:
         """Further numbers in test mode, such as the accuracy, each a mean over samples; none by default."""
+        return {}
+
+    def whole_metrics(self, params: Params, aux: Aux, split: Split, report: Report = silent) -> dict[str, float]:
+        """Numbers of a whole split that no mean over samples gives, such as retrieval; none by default.
+
+        They are computed once, of the parameters that a training ends with.
+
+        Args:
+            params: Parameters.
+            aux: State of the loss after training.
+            split: Split to measure.
+            report: Progress of long work.
+        """
         return {}
 
     def derived_metrics(self, loss: float) -> dict[str, float]:

@@ -15,7 +15,7 @@ from l2lopt.core.errors import UserError
 from l2lopt.core.kinds import Role
 from l2lopt.core.layout import Params
 from l2lopt.core.seeding import generator
-from l2lopt.core.types import Aux, Batch
+from l2lopt.core.types import Aux, Batch, Report, silent
 from l2lopt.optimisee import IndexedBatches, Optimisee, Split, StepInfo
 from optimisees.data.datasets import InMemory
 from optimisees.module import ModuleOptimisee
@@ -79,6 +79,11 @@ class Reparametrised(Optimisee):
     def evaluation_batches(self, split: Split, seed: int) -> Iterator[tuple[Batch, int]]:
         """The problem's."""
         return self.problem.evaluation_batches(split, seed)
+
+    def whole_metrics(self, params: Params, aux: Aux, split: Split, report: Report = silent) -> dict[str, float]:
+        """The problem's at c·θ."""
+        own, _, there = self._apart(params, aux)
+        return self.problem.whole_metrics(there, own, split, report)
 
     def derived_metrics(self, loss: float) -> dict[str, float]:
         """The problem's."""

@@ -74,7 +74,7 @@ def step_inputs(
     return inputs.StepInputs(grads, params, torch.as_tensor(step), loss, layout, finite)
 
 
-SQUARE = ("sru", "irc-sru", "ihc-sru", "irc-t-lstm", "ihc-t-lstm")
+SQUARE = ("sru", "irc-sru", "ihc-sru", "no-irc-sru", "irc-t-lstm", "ihc-t-lstm")
 """The cells that need N = M."""
 
 
@@ -107,7 +107,8 @@ def cell(name: str, **options: Any) -> Any:
 
 
 IHCS = [name for name in cells.CELLS if name.startswith("ihc-")]
-GATE_BIASED = ["sru", "t-lstm", "fastgrnn", *(name for name in cells.CELLS if name.startswith("irc-")), *IHCS]
+IRCS = [name for name in cells.CELLS if name.startswith("irc-")]
+GATE_BIASED = ["sru", "t-lstm", "fastgrnn", *IRCS, *IHCS, "no-irc-sru"]
 CELLS = {
     **{name: cell(name) for name in cells.CELLS},
     "rnn relu": cell("rnn", activation="relu"),
@@ -120,12 +121,18 @@ CELLS = {
     "lstm two biases": cell("lstm", biases="two"),
     "gru new with gate bias": cell("gru", gate_bias=True),
     "gru kept with gate bias": cell("gru", update="kept", gate_bias=True),
+    "gru linear": cell("gru", activation="linear"),
+    "gru relu": cell("gru", activation="relu"),
+    "gru kept after linear": cell("gru", update="kept", reset="after", activation="linear"),
+    "leaky linear": cell("leaky", activation="linear"),
+    "leaky scalar without recurrence": cell("leaky", step="scalar", recurrent=False),
     **{f"{name} with gate bias": cell(name, gate_bias=True) for name in GATE_BIASED},
     **{f"{name} without gate input": cell(name, gate_input=False) for name in IHCS},
     **{f"{name} uvh": cell(name, gamma_on="uvh") for name in IHCS},
     "ihc-lstm uvh without gate input": cell("ihc-lstm", gamma_on="uvh", gate_input=False),
     "coupled-gru": partial(Paired, "coupled-gru", 3, 5),
     "coupled-gru siamese": partial(Paired, "coupled-gru", 3, 5, coupled=False),
+    "coupled-gru held open": partial(Paired, "coupled-gru", 3, 5, least_coupling=0.3),
 }
 INPUTS = {
     "log-and-sign": inputs.LogAndSign,

@@ -55,14 +55,19 @@ def extra(phi, name, M):
     return phi.get(name, [0.0] * M)
 
 
+def linear(z):
+    """z."""
+    return z
+
+
 def rnn(phi, x, state, *, activation):
     """h' = f(W x + U h + b)."""
     h = [activation(z) for z in affine(phi["bias"], (phi["weight_x"], x), (phi["weight_h"], state["h"]))]
     return h, {"h": h}
 
 
-def gru(phi, x, state, *, update="new", reset="before"):
-    """Table I, eqs. 1-3: i, r = σ(W x + U h + b); a = tanh(W_A x + U_A (r∘h) + b_A); h' = (1−i)∘h + i∘a."""
+def gru(phi, x, state, *, update="new", reset="before", activation=math.tanh):
+    """Table I, eqs. 1-3: i, r = σ(W x + U h + b); a = tanh(W_A x + U_A (r∘h) + b_A); h' = (1−i)∘h + i∘a; a of eq. 9."""
     h, M = state["h"], len(state["h"])
     W, U = lists(phi["weight_x"], M), lists(phi["weight_h"], M)
     b, b_h = (lists(phi.get(name, [0.0] * 3 * M), M) for name in ("bias", "bias_h"))
@@ -73,9 +78,20 @@ def gru(phi, x, state, *, update="new", reset="before"):
         back = affine(b_h[2], (U[2], [r[k] * h[k] for k in range(M)]))
     else:
         back = [r[k] * z for k, z in enumerate(affine(b_h[2], (U[2], h)))]
-    a = [math.tanh(z + back[k]) for k, z in enumerate(affine(b[2], (W[2], x)))]
+    a = [activation(z + back[k]) for k, z in enumerate(affine(b[2], (W[2], x)))]
     new = i if update == "new" else [1 - share for share in i]
     h = [(1 - new[k]) * h[k] + new[k] * a[k] for k in range(M)]
+    return h, {"h": h}
+
+
+def leaky(phi, x, state, *, activation=math.tanh):
+    """Eq. 8 by eq. 7: h' = h + ξ∘(−h + a); a = f(W_A x + U_A h + b_A), or f(W_A x)."""
+    h, M = state["h"], len(state["h"])
+    steps, a = phi["step"], matrix(phi["weight_x"], x)
+    if "weight_h" in phi:
+        back = affine(phi["bias"], (phi["weight_h"], h))
+        a = [one + other for one, other in zip(a, back, strict=True)]
+    h = [h[k] + sigmoid(steps[k % len(steps)]) * (-h[k] + activation(a[k])) for k in range(M)]
     return h, {"h": h}
 
 
@@ -168,7 +184,13 @@ def simplified(phi, x, state, *, highway, core, diagonal=False, gamma_on="h"):
     return core(phi, lists(matrix(phi["core.weight_v"], v), len(h)), matrix(phi["core.weight_x"], x), x, state)
 
 
-def coupled_gru(phi, x, state, *, coupled=True):
+def no_feedback(phi, x, state, *, core):
+    """The core on v = x (eqs. 12-14)."""
+    z = lists(matrix(phi["core.weight_v"], x), len(state["h"]))
+    return core(phi, z, matrix(phi["core.weight_x"], x), x, state)
+
+
+def coupled_gru(phi, x, state, *, coupled=True, least=0.0):
     """Compagnon et al. 2021; x and h are left's numbers, then right's."""
     phi = {name.removeprefix("cell."): value for name, value in phi.items()}
     M, sides = len(state["h"]) // 2, []
@@ -181,7 +203,7 @@ def coupled_gru(phi, x, state, *, coupled=True):
         sides.append((h, z, n, affine(b_h[3], (U[3], h)) if coupled else None))
     new = []
     for (h, z, n, mine), (_, _, other, theirs) in (sides, sides[::-1]):
-        c = [sigmoid(mine[k] + theirs[k]) if coupled else 0.0 for k in range(M)]
+        c = [least + (1 - least) * sigmoid(mine[k] + theirs[k]) if coupled else 0.0 for k in range(M)]
         new += [z[k] * h[k] + (1 - z[k]) * ((1 - c[k]) * n[k] + c[k] * other[k]) for k in range(M)]
     return new, {"h": new}
 
@@ -203,7 +225,7 @@ SIMPLIFIED = {
     f"{highway}-{name}": partial(simplified, highway=highway, core=core, diagonal=name in ("sru", "t-lstm"))
     for highway in ("irc", "ihc")
     for name, core in CORES.items()
-}
+} | {f"no-irc-{name}": partial(no_feedback, core=core) for name, core in CORES.items()}
 CELLS = {
     "rnn": partial(rnn, activation=math.tanh),
     "rnn relu": partial(rnn, activation=lambda z: max(z, 0.0)),
@@ -211,6 +233,12 @@ CELLS = {
     **GRUS,
     "gru new with gate bias": gru,
     "gru kept with gate bias": partial(gru, update="kept"),
+    "gru linear": partial(gru, activation=linear),
+    "gru relu": partial(gru, activation=lambda z: max(z, 0.0)),
+    "gru kept after linear": partial(gru, update="kept", reset="after", activation=linear),
+    "leaky": leaky,
+    "leaky linear": partial(leaky, activation=linear),
+    "leaky scalar without recurrence": leaky,
     "lstm": lstm,
     "lstm two biases": lstm,
     "stacked": stacked,
@@ -227,6 +255,7 @@ CELLS = {
     "ihc-lstm uvh without gate input": partial(SIMPLIFIED["ihc-lstm"], gamma_on="uvh"),
     "coupled-gru": coupled_gru,
     "coupled-gru siamese": partial(coupled_gru, coupled=False),
+    "coupled-gru held open": partial(coupled_gru, least=0.3),
 }
 """Name → (φ, x, state) → (h, state), all lists of one column."""
 

@@ -10,8 +10,9 @@ from l2lopt.cells.cell import Cell, CellState, check_sizes
 from l2lopt.cells.coupled_gru import CoupledGRU
 from l2lopt.cells.fastgrnn import FastGRNN, FastGRNNCore
 from l2lopt.cells.gru import GRU, GRUCore
-from l2lopt.cells.highway import Core, ihc, irc
+from l2lopt.cells.highway import Core, ihc, irc, no_irc
 from l2lopt.cells.initial_values import init_as_published
+from l2lopt.cells.leaky import Leaky
 from l2lopt.cells.lstm import LSTM, LSTMCore
 from l2lopt.cells.rnn import RNN
 from l2lopt.cells.sru import SRU, SRUCore
@@ -43,8 +44,10 @@ CELLS: dict[str, Callable[..., Cell]] = {
     "sru": SRU,
     "t-lstm": TLSTM,
     "fastgrnn": FastGRNN,
+    "leaky": Leaky,
     **{f"irc-{name}": irc(f"irc-{name}", core) for name, core in CORES.items()},
     **{f"ihc-{name}": ihc(f"ihc-{name}", core) for name, core in CORES.items()},
+    **{f"no-irc-{name}": no_irc(f"no-irc-{name}", core) for name, core in CORES.items()},
     "stacked": stacked,
 }
 """Cells that treat every column independently."""
@@ -99,6 +102,7 @@ __all__ = [
     "CellState",
     "CoupledGRU",
     "FastGRNN",
+    "Leaky",
     "Stacked",
     "build",
     "init_as_published",

@@ -120,6 +120,11 @@ def shifted(x: Tensor, bias: Tensor | None) -> Tensor:
     return x if bias is None else x + column(bias, x)
 
 
+def activated(name: str, z: Tensor) -> Tensor:
+    """The value of an activation by its name: "tanh"; "relu"; "linear", z itself."""
+    return torch.tanh(z) if name == "tanh" else torch.relu(z) if name == "relu" else z
+
+
 def zeros(size: int, x: Tensor) -> Tensor:
     """A state of zeros [size, ...] for the columns of x [N, ...]."""
     return x.new_zeros(size, *x.shape[1:])

@@ -1,11 +1,11 @@
-"""The gated recurrent unit of Table I, eqs. 1-3 (Kuo et al., IJCNN 2020), its other conventions and core (14-17)."""
+"""The gated recurrent unit of Table I, eqs. 1-3 (Kuo et al., IJCNN 2020), its other conventions and core (13-17)."""
 
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from l2lopt.cells.cell import Cell, CellState, affine, constant, shifted, uniform
+from l2lopt.cells.cell import Cell, CellState, activated, affine, constant, shifted, uniform
 from l2lopt.cells.highway import Core
 
 
@@ -28,6 +28,7 @@ class GRU(Cell):
             multiplied by r where reset="after").
         gate_bias: An extra trainable bias on i that starts on the side of the old state: at −1 for update="new", at +1
             for "kept".
+        activation: Function of the candidate a: "tanh"; "relu" (Irsoy and Cardie 2014); "linear", none (eq. 9).
     """
 
     recurrent_weights = ("weight_h",)
@@ -40,9 +41,10 @@ class GRU(Cell):
         reset: Literal["before", "after"] = "before",
         biases: Literal["none", "one", "two"] = "one",
         gate_bias: bool = False,
+        activation: Literal["tanh", "relu", "linear"] = "tanh",
     ) -> None:
         super().__init__(input_size, hidden_size, {"h": hidden_size})
-        self.update, self.reset = update, reset
+        self.update, self.reset, self.activation = update, reset, activation
         self.weight_x = uniform(hidden_size, 3 * hidden_size, input_size)
         self.weight_h = uniform(hidden_size, 3 * hidden_size, hidden_size)
         self.bias = None if biases == "none" else uniform(hidden_size, 3 * hidden_size)
@@ -57,6 +59,7 @@ class GRU(Cell):
             i, a = reset_after(from_x, affine(self.bias_h, (self.weight_h, h)))
         else:
             i, a = self._reset_before(from_x, h)
+        a = activated(self.activation, a)
         i = torch.sigmoid(shifted(i, self.gate_bias))
         h = (1 - i) * h + i * a if self.update == "new" else i * h + (1 - i) * a
         return h, {"h": h}
@@ -68,13 +71,13 @@ class GRU(Cell):
         weight, weight_a = self.weight_h.split(sizes)
         bias, bias_a = (None, None) if self.bias_h is None else self.bias_h.split(sizes)
         r, i = (gates_x + affine(bias, (weight, h))).chunk(2)
-        return i, torch.tanh(a_x + affine(bias_a, (weight_a, torch.sigmoid(r) * h)))
+        return i, a_x + affine(bias_a, (weight_a, torch.sigmoid(r) * h))
 
 
 def reset_after(from_x: Tensor, from_h: Tensor) -> tuple[Tensor, Tensor]:
-    """The update gate's argument and the candidate, from W x + b and U h + b_h [3M, ...] in the rows r, i, a."""
+    """The arguments of the update gate and the candidate, from W x + b and U h + b_h [3M, ...] in the rows r, i, a."""
     (r_x, i_x, a_x), (r_h, i_h, a_h) = from_x.chunk(3), from_h.chunk(3)
-    return i_x + i_h, torch.tanh(a_x + torch.sigmoid(r_x + r_h) * a_h)
+    return i_x + i_h, a_x + torch.sigmoid(r_x + r_h) * a_h
 
 
 class GRUCore(Core):

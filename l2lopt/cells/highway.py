@@ -1,7 +1,7 @@
 """Simplified cells: a highway makes v from x and h, a core makes the next state from v and x (Kuo et al., IJCNN 2020).
 
 The gates are functions of v alone, and the candidate a = W_A x is a function of x alone: a candidate computed from v
-would feed the memory with itself. Any core goes with any highway; `irc` and `ihc` put them together.
+would feed the memory with itself. Any core goes with any highway; `irc`, `ihc` and `no_irc` put them together.
 """
 
 from abc import ABC, abstractmethod
@@ -30,6 +30,8 @@ class Core(nn.Module, ABC):
     """Names of the states, each [M, ...]; "h" is what the highway feeds back."""
     diagonal: ClassVar[bool] = False
     """Whether the paper feeds h back element by element, which needs N = M."""
+    adds_x: ClassVar[bool] = False
+    """Whether the output adds x element by element, which needs N = M."""
     bias_start: ClassVar[float] = 1.0
 
     def __init__(self, input_size: int, hidden_size: int, gate_bias: bool = False) -> None:
@@ -62,6 +64,21 @@ class Feedback(nn.Module):
         if self.weight_h.dim() == 1:
             return column(torch.tanh(self.weight_h), h) * h
         return affine(None, (self.weight_h, h))
+
+
+class NoFeedback(nn.Module):
+    """v = x, eqs. 12-13: the gates see the input alone. No numbers.
+
+    "This simplified version of the GRU is no longer a real RNN" (Kuo et al.): the state is carried on, but no gate and
+    no candidate reads it, so over time the cell is a linear scan. It is what an IRC with α = 0 computes, hence the
+    ablation that shows what the IRC is worth.
+    """
+
+    recurrent_weights: ClassVar[tuple[str, ...]] = ()
+
+    def forward(self, x: Tensor, h: Tensor) -> Tensor:
+        """The gates' input v [N, ...], x itself."""
+        return x
 
 
 class Residual(nn.Module):
@@ -140,10 +157,10 @@ class Simplified(Cell):
 
     @property
     def recurrent_weights(self) -> tuple[str, ...]:
-        """The highway's: everything through which h reaches v."""
+        """The highway's: everything through which h reaches v; none without feedback."""
         return tuple(f"highway.{name}" for name in self.highway.recurrent_weights)
 
-    def __init__(self, input_size: int, hidden_size: int, highway: Residual | Highway, core: Core) -> None:
+    def __init__(self, input_size: int, hidden_size: int, highway: NoFeedback | Residual | Highway, core: Core) -> None:
         super().__init__(input_size, hidden_size, dict.fromkeys(core.state, hidden_size))
         self.highway, self.core = highway, core
 
@@ -152,6 +169,17 @@ class Simplified(Cell):
         self.check(x, state)
         output: tuple[Tensor, CellState] = self.core(self.highway(x, state["h"]), x, state)
         return output
+
+
+def no_irc(name: str, core: type[Core]) -> Callable[..., Cell]:
+    """The factory of a core whose gates see x itself."""
+
+    def make(input_size: int, hidden_size: int, gate_bias: bool = False) -> Cell:
+        if core.adds_x:
+            same_size(name, input_size, hidden_size)
+        return Simplified(input_size, hidden_size, NoFeedback(), core(input_size, hidden_size, gate_bias))
+
+    return make
 
 
 def irc(name: str, core: type[Core]) -> Callable[..., Cell]:

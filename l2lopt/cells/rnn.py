@@ -2,10 +2,9 @@
 
 from typing import Literal
 
-import torch
 from torch import Tensor
 
-from l2lopt.cells.cell import Cell, CellState, affine, uniform
+from l2lopt.cells.cell import Cell, CellState, activated, affine, uniform
 
 
 class RNN(Cell):
@@ -32,5 +31,5 @@ class RNN(Cell):
         """One time step; the output is h'."""
         self.check(x, state)
         z = affine(self.bias, (self.weight_x, x), (self.weight_h, state["h"]))
-        h = torch.tanh(z) if self.activation == "tanh" else torch.relu(z)
+        h = activated(self.activation, z)
         return h, {"h": h}

@@ -55,6 +55,7 @@ class SRUCore(Core):
     gates = 2
     state = ("h", "c")
     diagonal = True
+    adds_x = True
 
     def __init__(self, input_size: int, hidden_size: int, gate_bias: bool = False) -> None:
         super().__init__(input_size, hidden_size, gate_bias)

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from l2lopt.core.types import Report, silent
 from l2lopt.evaluation import comparison
 from l2lopt.evaluation.settings import EvaluationSettings
 from l2lopt.evaluation.tuned_runs import OptimiserRun, Problems, check_heldout, optimiser_run
-from l2lopt.experiments import build, runs
+from l2lopt.experiments import build, runs, study_labels
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import Config
 from l2lopt.experiments.run_cache import FileCache, file_digest, read_run, write_run
@@ -36,7 +36,7 @@ class Problem(Settings):
     """A problem that the optimisers are meta-trained and compared on."""
 
     label: str
-    """Name in the table, and of the problem's folder."""
+    """Name in the table, and of the problem's folder; "{optimisee.width}" in it stands for that key's value."""
     changes: list[str] = Field(default_factory=list)
     """Changes to every config, such as "optimisee.name=convnet"."""
 
@@ -116,6 +116,29 @@ class ResolvedJob(NamedTuple):
     config: Config
     paths: list[Path]
     work: list[dict[str, Any]]
+
+
+def located(study: Study, source: str, folder: str, changes: Sequence[str], cache: str | None = None) -> StudyLocation:
+    """The location of a study whose problems have labels that say the sizes they are run with.
+
+    Args:
+        study: Study as its file has it.
+        source: Path of that file.
+        folder: Folder of the results.
+        changes: Changes to every config.
+        cache: Folder of the cached groups of runs, if it is not the study's own.
+
+    Raises:
+        UserError: For a mistake in a config or a label, and for labels that the changes have made alike.
+    """
+    location, labels = StudyLocation(study, source, folder, tuple(changes), cache), []
+    for number, problem in enumerate(study.problems):
+        config = config_of(location, Job(number, 0, None))
+        labels.append(study_labels.of_problem(problem.label, config, changes, source))
+    study_labels.check_folders(labels, f"{source}: problems")
+    pairs = zip(study.problems, labels, strict=True)
+    problems = [problem.model_copy(update={"label": label}) for problem, label in pairs]
+    return location._replace(study=study.model_copy(update={"problems": problems}))
 
 
 def all_jobs(location: StudyLocation) -> Iterator[Job]:

@@ -119,7 +119,9 @@ def reproduce(
             raise UserError("cache", expected="a study that compares optimisers", found=found, remedy=remedy)
         return training_study.reproduce(study, path, folder, changes=changes, jobs=jobs, report=report)
     with processes.together(), ExitStack() as held:
-        location = StudyLocation(study, str(path), str(folder), tuple(changes), None if cache is None else str(cache))
+        location = comparison_jobs.located(
+            study, str(path), str(folder), changes, None if cache is None else str(cache)
+        )
         planned = list(comparison_jobs.all_jobs(location))
         _check_names(location)
         processes.on_first(lambda: run_folder.writable(Path(folder)))

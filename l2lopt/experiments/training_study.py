@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -15,7 +16,7 @@ from l2lopt.core.errors import UserError, did_you_mean
 from l2lopt.core.references import Column, References, Result, StudyRun
 from l2lopt.core.settings import Settings
 from l2lopt.core.types import Report
-from l2lopt.experiments import build, runs
+from l2lopt.experiments import build, runs, study_labels
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import TrainConfig
 from l2lopt.experiments.run_folder import writable
@@ -35,7 +36,7 @@ class Run(Settings):
     """An optimisee trained with every seed."""
 
     label: str
-    """Its name in the table, and its folders'."""
+    """Its name in the table, and its folders'; "{optimisee.layers}" in it stands for that key's value."""
     config: str | None = None
     """Path of its config, relative to the study's file; by default the study's."""
     changes: list[str] = Field(default_factory=list)
@@ -118,6 +119,7 @@ def reproduce(
         UserError: For a mistake in the study or one of its configs, before any work, for a changed recipe, and for a
             folder in which another process works.
     """
+    study = _labelled(study, Path(source), changes)
     references, rows, beside = _prepared(study, Path(source), Path(folder), changes)
     writable(Path(folder))
     with locked(Path(folder)):
@@ -126,7 +128,9 @@ def reproduce(
         run_jobs(make, [job for one in rounds for job in one if job is not None], jobs, report)
         found = {label: {str(seed): make(job, report) for seed, job in own.items()} for label, own in rows.items()}
         paths = [Path(folder) / "table.md", Path(folder) / "table.json"]
-        write_text(paths[0], table(study, references, found, beside).markdown() + "\n")
+        title = f"With {', '.join(changes)}" if changes else ""
+        shown = replace(table(study, references, found, beside), title=title)
+        write_text(paths[0], shown.markdown() + "\n")
         write_json(paths[1], references.facts(found, beside))
         return [*paths, *references.figures(found, beside, Path(folder) / "figures")]
 
@@ -141,13 +145,7 @@ def _prepared(
             remedy = did_you_mean(run.versus, labels)
             raise UserError(f"{source}: {run.label}", expected="a run's label", found=run.versus, remedy=remedy)
 
-    def config(run: Run, label: str, seed: int) -> TrainConfig:
-        path = run.config or study.config
-        if path is None:
-            raise UserError(f"{source}: config", expected="a value", found="none", remedy="add the key")
-        own = [*study.changes, *run.changes, *changes, f"seed={seed}", toml_file.assignment("label", label)]
-        return configs.load(source.parent / path, own, kind=TrainConfig)
-
+    config = partial(_config, study, source, changes)
     optimisees = {}
     for run in study.runs:
         first_seed = (run.seeds or study.seeds or [0])[0]
@@ -168,6 +166,27 @@ def _prepared(
         rows[one.label] = {seed: _Job(one.kind, first.config, folder / slug(one.folder))}
         beside.append(one.label)
     return references, rows, beside
+
+
+def _labelled(study: TrainingStudy, source: Path, changes: Sequence[str]) -> TrainingStudy:
+    """The study with labels that say the sizes its runs have."""
+    labels = {
+        run.label: study_labels.filled(run.label, _config(study, source, changes, run, run.label, 0), str(source))
+        for run in study.runs
+    }
+    study_labels.check_folders([*labels.values()], f"{source}: runs")
+    new = [{"label": labels[run.label], "versus": labels.get(run.versus or "", run.versus)} for run in study.runs]
+    own = [run.model_copy(update=update) for run, update in zip(study.runs, new, strict=True)]
+    return study.model_copy(update={"runs": own})
+
+
+def _config(study: TrainingStudy, source: Path, changes: Sequence[str], run: Run, label: str, seed: int) -> TrainConfig:
+    """The config of a run, or of a reference beside it, all changes made."""
+    path = run.config or study.config
+    if path is None:
+        raise UserError(f"{source}: config", expected="a value", found="none", remedy="add the key")
+    own = [*study.changes, *run.changes, *changes, f"seed={seed}", toml_file.assignment("label", label)]
+    return configs.load(source.parent / path, own, kind=TrainConfig)
 
 
 def _references(study: TrainingStudy, source: Path, optimisees: Mapping[str, Optimisee]) -> References:

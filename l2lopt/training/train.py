@@ -31,7 +31,8 @@ class Trained(NamedTuple):
         step: The step after which the parameters had these values.
         steps: The number of steps made.
         diverged: The first step at which the loss was not finite, or None.
-        metrics: The test-mode loss on the whole of the split `test`, the optimisee's metrics there, and its readings.
+        metrics: The test-mode loss on the whole of the split `test`, the optimisee's metrics there, its readings, and
+            what it measures of the split as a whole.
         watched: The same figures on the watched split.
         speed: Samples per second, or what else the optimisee counts, in the steps of this call; 0 if it counts nothing.
     """
@@ -97,7 +98,7 @@ def train(
         if loop.checkpoint_due:
             packed, tensors = pack(loop.state_dict())
             checkpoint.save({"step": loop.steps_made, "place": packed}, tensors)
-    return loop.result()
+    return loop.result(report)
 
 
 class _Training:
@@ -192,17 +193,19 @@ class _Training:
             # Only room for the mean: the first step enters with weight 1 and replaces these values.
             self.mean = _copy(self.params)
 
-    def result(self) -> Trained:
+    def result(self, report: Report) -> Trained:
         """The best parameters under early stopping, else the last, and their figures on the split `test`."""
         last = {"params": self._averaged_params, "aux": self.aux, "step": self.steps_made}
         end = self.best or {**last, "evaluation": len(self.watched)}
+        metrics = evaluate_split(self.optimisee, "test", self.seed, end["params"], end["aux"])
+        params = detach(end["params"])
         return Trained(
-            params=detach(end["params"]),
+            params=params,
             aux=end["aux"],
             step=end["step"],
             steps=self.steps_made,
             diverged=self.diverged,
-            metrics=evaluate_split(self.optimisee, "test", self.seed, end["params"], end["aux"]),
+            metrics=metrics | self.optimisee.whole_metrics(params, end["aux"], "test", report),
             watched=self.watched[max(end["evaluation"], 1) - 1],
             speed=self.clock.speed,
         )

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -45,8 +46,8 @@ class SequenceLabelling(Optimisee):
 
     Args:
         data: Task, or the choice of one in `DATA`.
-        cell: `deep-gru` (seed 003: a plain layer, GRUs above it), or of every layer, a name or a table of name and
-            options.
+        cell: Cell of every layer, or `deep-gru` (seed 003: a plain layer, GRUs above it), a name or a table of name and
+            options. That of `deep-gru` is its `activation`, "tanh" or "relu".
         layers: Number of layers.
         hidden_size: Size M of h in each direction.
         bidirectional: h_t = [h→, h←] of 2M numbers; without it only what has been seen up to t.
@@ -197,8 +198,9 @@ class SequenceLabelling(Optimisee):
         real = self.data.train.inputs
         inputs = real.shape[-1] if self.data.tokens is None else self.embedding_size
         sizes, both = (inputs, self.hidden_size, self.layers), self.bidirectional
-        if self.cell == DEEP_GRU:
-            stack = sequence.deep_bidirectional_gru(*sizes, bidirectional=both)
+        name = self.cell if isinstance(self.cell, str) else self.cell.get("name")
+        if name == DEEP_GRU:
+            stack: Stack = registry.build({DEEP_GRU: _deep_gru}, "cell", self.cell)(*sizes, bidirectional=both)
         else:
             stack = sequence.make(self.cell, *sizes, bidirectional=both)
         return stack.to(self.dtype).eval()
@@ -233,6 +235,11 @@ class SequenceLabelling(Optimisee):
         inputs = part.inputs if self.data.tokens is not None else part.inputs.to(self.dtype)
         classes, lengths = part.classes.to(self.device), part.lengths.to(self.device)
         return Sequences(inputs.to(self.device), classes, lengths, part.places)
+
+
+def _deep_gru(activation: Literal["tanh", "relu"] = "tanh") -> Callable[..., Stack]:
+    """The function that makes the layers of `deep-gru`, with the options that a config may give them."""
+    return partial(sequence.deep_bidirectional_gru, activation=activation)
 
 
 def _batch(part: Sequences, chosen: Tensor | None = None) -> Batch:

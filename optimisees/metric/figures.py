@@ -9,18 +9,21 @@ import numpy as np
 from l2lopt.report import style
 
 
-def neighbour_curves(curves: Mapping[str, np.ndarray], folder: Path, title: str = "") -> list[Path]:
+def neighbour_curves(
+    curves: Mapping[str, np.ndarray], folder: Path, title: str = "", name: str = "neighbour-curves"
+) -> list[Path]:
     """Draws A(k), the mean scaled distance to the k nearest neighbours: the mean over runs, and their range.
 
     Args:
         curves: Label → A(k) of each run, [runs, n − 1], k from 1.
-        folder: Folder that gets `neighbour-curves.png` and `neighbour-curves.svg`.
+        folder: Folder that gets the figure as PNG and SVG.
         title: Text above the panel.
+        name: Name of both files, without its ending.
     """
     with plt.rc_context(style.STYLE):
         figure, panel = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
-        for index, (name, runs) in enumerate(curves.items()):
-            label = style.shown(name)
+        for index, (encoder, runs) in enumerate(curves.items()):
+            label = style.shown(encoder)
             colour, k = style.LEARNED[index % len(style.LEARNED)], np.arange(1, runs.shape[1] + 1)
             panel.fill_between(k, runs.min(0), runs.max(0), color=colour, alpha=0.18, linewidth=0)
             panel.plot(
@@ -35,4 +38,4 @@ def neighbour_curves(curves: Mapping[str, np.ndarray], folder: Path, title: str 
         panel.legend(frameon=False)
         if title:
             panel.set_title(style.shown(title))
-        return style.write_figure(figure, folder, "neighbour-curves")
+        return style.write_figure(figure, folder, name)

@@ -14,7 +14,7 @@ from l2lopt.core.errors import UserError
 from l2lopt.core.references import Column, Reference, References, Result, StudyRun
 from l2lopt.core.seeding import seed_of
 from l2lopt.core.types import Report
-from optimisees.metric.retrieval import neighbour_curve, retrieval
+from optimisees.metric.retrieval import SCALINGS, neighbour_curve, retrieval
 from optimisees.metric.time_warping import all_warped
 
 
@@ -61,11 +61,14 @@ class RawSignals(References):
         return [Reference(kind, f"raw signals, {kind}", f"raw {kind}") for kind in ("Euclidean", "time warping")]
 
     def depends_on(self, kind: str) -> dict[str, Any]:
-        """The kind of the distances, and these options."""
-        return {"kind": kind, "neighbours": self.neighbours, "band": self.band}
+        """The kind of the distances, these options, and the scalings of the curves."""
+        return {"kind": kind, "neighbours": self.neighbours, "band": self.band, "scalings": list(SCALINGS)}
 
     def result(self, optimisee: Any, run: StudyRun, report: Report) -> Result:
-        """The "retrieval" by the distances between the test windows, and their A(k), the "curve".
+        """The "retrieval" by the distances between the test windows, and their A(k), under both scalings.
+
+        "curve" has the distances scaled together, "curve_each" each sample's by themselves. "coupling" is the mean c of
+        a trained coupled encoder on the test windows, and None for all others.
 
         Raises:
             UserError: For distances that are not finite.
@@ -76,7 +79,9 @@ class RawSignals(References):
             raise UserError(str(run.folder), expected="finite distances", found="others", remedy=remedy)
         windows = optimisee.windows("test")
         found = retrieval(distances, windows.labels, windows.subjects, tuple(self.neighbours))
-        return {"retrieval": found._asdict(), "curve": neighbour_curve(distances).tolist()}
+        curves = {_curve(scaling): neighbour_curve(distances, scaling).tolist() for scaling in SCALINGS}
+        coupling = None if run.trained is None else run.trained.metrics.get("coupling")
+        return {"retrieval": found._asdict(), **curves, "coupling": coupling}
 
     def _distances(self, model: Any, run: StudyRun, report: Report) -> Tensor:
         """Distances between the test windows, [n, n]."""
@@ -105,12 +110,23 @@ class RawSignals(References):
     def figures(
         self, found: Mapping[str, Mapping[str, Result]], references: Collection[str], folder: Path
     ) -> list[Path]:
-        """A(k) of the trained encoders (Figure 1 of Compagnon et al. 2021)."""
+        """A(k) of the trained encoders (Figure 1 of Compagnon et al. 2021), a figure for each scaling."""
         from optimisees.metric.figures import neighbour_curves  # Matplotlib: only figures need it
 
         trained = {label: own.values() for label, own in found.items() if label not in references}
-        curves = {label: np.array([one["curve"] for one in own]) for label, own in trained.items()}
-        return neighbour_curves(curves, folder, title="test windows")
+        paths = []
+        for scaling, name, title in (
+            ("together", "neighbour-curves", "test windows"),
+            ("each", "neighbour-curves-each", "test windows, each scaled by its own distances"),
+        ):
+            curves = {label: np.array([one[_curve(scaling)] for one in own]) for label, own in trained.items()}
+            paths += neighbour_curves(curves, folder, title=title, name=name)
+        return paths
+
+
+def _curve(scaling: str) -> str:
+    """The key of a result's A(k)."""
+    return "curve" if scaling == "together" else f"curve_{scaling}"
 
 
 def _reader(*keys: str) -> Callable[[Result], Any]:

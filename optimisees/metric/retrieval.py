@@ -5,7 +5,7 @@ embeddings, which the coupled form has not, and cannot leave out a query's own s
 """
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -66,19 +66,27 @@ def retrieval(distances: Tensor, labels: Tensor, subjects: Tensor, ks: tuple[int
     return Retrieval(shares[0], float(np.mean(precisions)) if precisions else math.nan, shares[1])
 
 
-def neighbour_curve(distances: Tensor) -> Tensor:
+Scaling = Literal["together", "each"]
+SCALINGS: tuple[Scaling, ...] = get_args(Scaling)
+"""Readings of "each distance has been scaled between 0 and 1 prior to the average" (Compagnon et al. 2021)."""
+
+
+def neighbour_curve(distances: Tensor, scaling: Scaling = "together") -> Tensor:
     """A(k) [n − 1]: the mean over samples and their k = 1, 2, … nearest neighbours of the distance scaled to [0, 1].
 
     Args:
-        distances: [n, n], the diagonal not looked at; scaled by the lowest and the highest of them.
+        distances: [n, n], the diagonal not looked at.
+        scaling: Range that becomes [0, 1]: "together", from the lowest to the highest distance of all; "each", that of
+            each sample to its own neighbours, so that a sample far from all others counts no more than any other.
     """
     from sklearn.neighbors import NearestNeighbors
 
     n = len(distances)
     d = distances.double().cpu()
-    off = d[~torch.eye(n, dtype=torch.bool)]
-    span = (off.max() - off.min()).clamp(min=torch.finfo(torch.float64).tiny)
-    scaled = ((d - off.min()) / span).clamp(min=0).fill_diagonal_(0).numpy()
+    off = d[~torch.eye(n, dtype=torch.bool)].view(n, n - 1)
+    low, high = (off.min(), off.max()) if scaling == "together" else (off.amin(1, True), off.amax(1, True))
+    span = (high - low).clamp(min=torch.finfo(torch.float64).tiny)
+    scaled = ((d - low) / span).clamp(min=0).fill_diagonal_(0).numpy()
     nearest, _ = NearestNeighbors(n_neighbors=n - 1, metric="precomputed").fit(scaled).kneighbors()
     means = torch.from_numpy(nearest).mean(0)
     return means.cumsum(0) / torch.arange(1, n)

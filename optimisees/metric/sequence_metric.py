@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from l2lopt import sequence
+from l2lopt.cells.coupled_gru import coupling
 from l2lopt.core import registry
 from l2lopt.core.errors import UserError, above_0
 from l2lopt.core.layout import Params
@@ -23,6 +24,7 @@ from optimisees.data.datasets import data_root
 from optimisees.data.har import Windows
 from optimisees.metric.artefacts import FILES, write_embeddings
 from optimisees.metric.references import RawSignals
+from optimisees.metric.retrieval import retrieval
 from optimisees.metric.structural_loss import Distance, StructuralLoss, distance
 
 ENCODERS: Mapping[str, Choice] = {
@@ -31,6 +33,8 @@ ENCODERS: Mapping[str, Choice] = {
 }
 """Name → the cell. Siamese: `nn.GRU` over each sequence. Coupled: over pairs, each side's candidate state mixed with
 the other's; an output exists only for a pair."""
+NEIGHBOURS = (1, 5, 10)
+"""Numbers of neighbours of which a training reports recall and accuracy."""
 
 
 class SequenceMetric(Optimisee):
@@ -49,6 +53,7 @@ class SequenceMetric(Optimisee):
         encoder: Name in `ENCODERS`.
         hidden_size: Size M of the hidden state.
         distance: "euclidean" or "cosine".
+        least_coupling: Bound in [0, 1) that the coupled encoder's c stays above, see `cells.CoupledGRU`.
         loss: Options of `StructuralLoss`.
         per_class: Number of windows of every activity in a batch.
         evaluation_size: Number of windows in a batch of an evaluation.
@@ -78,14 +83,19 @@ class SequenceMetric(Optimisee):
         data: str | Windows | None = None,
         dtype: Literal["float32", "float64"] = "float32",
         device: str = "cpu",
+        least_coupling: float = 0.0,
     ) -> None:
         where = "sequence-metric"
+        if least_coupling and encoder != "coupled":
+            found, remedy = f"the {encoder} one", "leave least_coupling out"
+            raise UserError(f"{where}: least_coupling", expected="the coupled encoder", found=found, remedy=remedy)
         above_0(where, hidden_size=hidden_size, per_class=per_class, evaluation_size=evaluation_size)
         above_0(where, evaluation_windows=1 if evaluation_windows is None else evaluation_windows)
         self.structural: StructuralLoss = registry.make(
             {"structural": StructuralLoss}, "loss", "structural", **loss or {}
         )
         self.encoder, self.hidden_size, self.distance = encoder, hidden_size, distance
+        self.least_coupling = least_coupling
         self.per_class, self.evaluation_size, self.few = per_class, evaluation_size, evaluation_windows
         self.dtype, self.device = getattr(torch, dtype), torch.device(device)
         whole = data if isinstance(data, Windows) else har.load(data_root(data))
@@ -135,10 +145,48 @@ class SequenceMetric(Optimisee):
     def evaluation_batches(self, split: Split, seed: int) -> Iterator[tuple[Batch, int]]:
         """The split's windows in an order drawn once and for all, `evaluation_size` at a time."""
         if split not in self._whole:
-            source = generator("whole", split)
-            order = torch.randperm(len(self.windows(split).labels), generator=source)[: self.few]
-            self._whole[split] = [(self._at(split, rows), len(rows)) for rows in order.split(self.evaluation_size)]
+            parts = self._order(split).split(self.evaluation_size)
+            self._whole[split] = [(self._at(split, rows), len(rows)) for rows in parts]
         yield from self._whole[split]
+
+    def metrics(self, params: Params, aux: Aux, batch: Batch) -> dict[str, Tensor]:
+        """The "coupling" of the coupled encoder, see `coupling`, over as many pairs as the batch has windows."""
+        if self.encoder == "siamese":
+            return {}
+        # Neighbours in the batch, whose order is drawn: all pairs would double the cost of an evaluation.
+        return {"coupling": self.coupling(params, batch["inputs"], batch["inputs"].roll(1, 0)).mean()}
+
+    def coupling(self, params: Params, left: Tensor, right: Tensor) -> Tensor:
+        """The coupled encoder's c of pairs of windows, [P, 9, T] twice → [T, M, P], from step to step.
+
+        Where it is near 0 the sides have exchanged nothing, and the encoder works as the siamese one.
+        """
+        x = torch.stack((left, right)).permute(3, 0, 1, 2)
+        after: Tensor = functional_call(self.stack, params, (x,))[0]
+        before = torch.cat([torch.zeros_like(after[:1]), after[:-1]])
+        own = {name.rpartition(".")[2]: value for name, value in params.items()}
+        return coupling(own, before.permute(3, 1, 0, 2), self.least_coupling)[:, 0].movedim(0, 1)
+
+    def whole_metrics(self, params: Params, aux: Aux, split: Split, report: Report = silent) -> dict[str, float]:
+        """Recall, mean average precision and the neighbours' accuracy among other subjects' windows, of `retrieval`.
+
+        The windows are those of an evaluation. None for a split of one subject, and where training has diverged.
+        """
+        rows = self._order(split)
+        windows = self.windows(split)
+        labels, subjects = windows.labels[rows], windows.subjects[rows]
+        fewest = len(subjects) - int(subjects.bincount().max())
+        ks = tuple(k for k in NEIGHBOURS if k <= fewest)
+        # Looked at here: the distance of two outputs that are not finite is 0, which would rank them first.
+        if not ks or not all(value.isfinite().all() for value in params.values()):
+            return {}
+        distances = self.all_distances(params, self.inputs(split)[rows.to(self.device)], report)
+        if not distances.isfinite().all():
+            return {}
+        found = retrieval(distances, labels, subjects, ks)
+        recall = {f"recall@{k}": found.recall[k] for k in ks}
+        accuracy = {f"accuracy, {k}-NN": found.accuracy[k] for k in ks}
+        return {**recall, "mAP": found.mean_average_precision, **accuracy}
 
     def artefacts(self, params: Params, aux: Aux, folder: Path) -> None:
         """The embeddings of the test windows, for TensorBoard's projector; none of the coupled encoder."""
@@ -226,12 +274,20 @@ class SequenceMetric(Optimisee):
 
     def _fresh(self) -> sequence.Stack:
         """An encoder, drawn from PyTorch's global generator."""
-        return sequence.make(ENCODERS[self.encoder], self.channels, self.hidden_size).to(self.dtype).eval()
+        cell = ENCODERS[self.encoder]
+        if self.least_coupling:
+            cell = {"name": "coupled-gru", "least_coupling": self.least_coupling}
+        return sequence.make(cell, self.channels, self.hidden_size).to(self.dtype).eval()
 
     def _last(self, params: Params, x: Tensor) -> Tensor:
         """The last hidden states [..., n, M] over x [T, ..., n, 9]."""
         output: Tensor = functional_call(self.stack, params, (x,))[0]
         return output[-1]
+
+    def _order(self, split: Split) -> Tensor:
+        """The windows of an evaluation by their places, in their order."""
+        source = generator("whole", split)
+        return torch.randperm(len(self.windows(split).labels), generator=source)[: self.few]
 
     def _drawn(self, split: Split, seed: int, first: int, count: int) -> Tensor:
         """The windows of `count` steps from `first` on, [count, classes · `per_class`], by a seed for each step."""

@@ -151,7 +151,7 @@ def main() -> None:
         torch.manual_seed(0)
         for label in arguments.cells:
             for n, m, steps in sizes:
-                square = label in ("sru", "irc-sru", "ihc-sru", "irc-t-lstm", "ihc-t-lstm")
+                square = label in ("sru", "irc-sru", "ihc-sru", "no-irc-sru", "irc-t-lstm", "ihc-t-lstm")
                 if square != (n == m) and (square or n == m == 1150):
                     continue  # cells that need N = M, and only those, are run at 1150→1150
                 try:

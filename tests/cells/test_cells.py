@@ -9,6 +9,7 @@ import torch
 from implementations import CELLS, GATE_BIASED, SQUARE, normal, seeded
 
 from l2lopt import cells, optimisers
+from l2lopt.cells.coupled_gru import coupling
 from l2lopt.core.errors import UserError
 
 each_cell = pytest.mark.parametrize("cell", [pytest.param(seeded(make()), id=name) for name, make in CELLS.items()])
@@ -61,6 +62,7 @@ FORMULAS = {
     "sru": lambda N, M: 3 * M * N + 4 * M,
     "t-lstm": lambda N, M: 3 * (2 * M * N + M),
     "fastgrnn": lambda N, M: 2 * (M * N + M * M + M) + 2,
+    "leaky": lambda N, M: M * N + M * M + 2 * M,
     "irc-gru": lambda N, M: 3 * M * N + N * M + N,
     "irc-lstm": lambda N, M: 4 * M * N + N * M + N,
     "irc-sru": lambda N, M: 3 * M * N + N + M,
@@ -71,6 +73,11 @@ FORMULAS = {
     "ihc-sru": lambda N, M: 4 * M * N + N * N + N + M,
     "ihc-t-lstm": lambda N, M: 4 * M * N + N * N + N + M,
     "ihc-fastgrnn": lambda N, M: 4 * M * N + N * N + N + 1,
+    "no-irc-gru": lambda N, M: 3 * M * N,
+    "no-irc-lstm": lambda N, M: 4 * M * N,
+    "no-irc-sru": lambda N, M: 3 * M * N,
+    "no-irc-t-lstm": lambda N, M: 3 * M * N,
+    "no-irc-fastgrnn": lambda N, M: 2 * M * N + 1,
     "coupled-gru": lambda N, M: 3 * M * N + 4 * M * M + 7 * M,
 }
 
@@ -154,6 +161,8 @@ def test_parameter_count_of_the_options():
     assert [count("gru", (3, 5), biases=biases) for biases in ("none", "one", "two")] == [120, 135, 150]
     assert count("ihc-lstm", (3, 5), gate_input=False) == 6 * 15
     assert count("ihc-lstm", (3, 5), gate_input=False, gamma_on="uvh") == 5 * 15 + 9
+    assert [count("leaky", (3, 5), recurrent=on, step="scalar") for on in (True, False)] == [15 + 25 + 5 + 1, 15 + 1]
+    assert count("gru", (3, 5), activation="linear") == count("gru", (3, 5))
     assert count("coupled-gru", (3, 5), coupled=False) == count("gru", (3, 5), biases="two")
 
 
@@ -266,6 +275,70 @@ def test_what_the_t_lstm_remembers_beside_c(name):
     laws.assert_same(state[remembered[0]], remembered[1])
 
 
+# From the GRU to the simplified one, eqs. 4 to 15
+
+
+@pytest.mark.parametrize("recurrent", [True, False])
+def test_the_leaky_step_is_one_of_gradient_descent(recurrent):
+    """Eq. 6 beside eq. 10: h' = h − ξ∇L with L = ½‖h − a‖² for the a of this step."""
+    cell = seeded(cells.make("leaky", 3, 4, step="scalar", recurrent=recurrent))
+    x, h = normal(3, 5), normal(4, 5, seed=1).requires_grad_()
+    back = cell.weight_h @ h + cell.bias[:, None] if recurrent else 0
+    a = torch.tanh(cell.weight_x @ x + back).detach()
+    (gradient,) = torch.autograd.grad(0.5 * (h - a).square().sum(), h)
+    laws.assert_close(cell(x, {"h": h})[0], h - torch.sigmoid(cell.step) * gradient)
+
+
+def test_the_leaky_form_tends_to_the_differential_equation():
+    """Eqs. 4-6: for small steps ξ, h(t) = a + (h(0) − a) exp(−t), the path of dh/dt = −h + a; the error is O(ξ)."""
+    cell, x, h = seeded(cells.make("leaky", 3, 4, recurrent=False)), normal(3, 5), normal(4, 5, seed=1)
+    a, errors = torch.tanh(cell.weight_x @ x).detach(), []
+    for steps in (100, 200):
+        with torch.no_grad():
+            cell.step.fill_(torch.logit(torch.tensor(1 / steps, dtype=torch.float64)))
+        state = {"h": h}
+        for _ in range(steps):
+            _, state = cell(x, state)
+        errors.append((state["h"].detach() - (a + (h - a) * torch.tensor(-1.0).double().exp())).abs().max().item())
+    assert errors[0] < 0.01
+    assert errors[0] / errors[1] == pytest.approx(2, rel=0.02)
+
+
+@pytest.mark.parametrize("activation", ["tanh", "linear"])
+def test_a_gru_whose_gates_are_constant_is_the_leaky_form(activation):
+    """Eq. 3 is eq. 8 with i as ξ, where r lets all of h through."""
+    leaky, gru = (seeded(cells.make(name, 3, 4, activation=activation)) for name in ("leaky", "gru"))
+    with torch.no_grad():
+        gru.weight_x.copy_(torch.cat([torch.zeros(8, 3), leaky.weight_x]))
+        gru.weight_h.copy_(torch.cat([torch.zeros(8, 4), leaky.weight_h]))
+        gru.bias.copy_(torch.cat([torch.full((4,), 1e3), leaky.step, leaky.bias]))
+    x, state = laws.columns(leaky)
+    laws.assert_close(gru(x, state), leaky(x, state))
+
+
+@pytest.mark.parametrize("core", cells.CORES)
+def test_without_irc_is_the_irc_with_alpha_0(core):
+    """To the bit, whatever is fed back."""
+    plain, irc = (seeded(cells.make(f"{name}-{core}", 5, 5, gate_bias=True)) for name in ("no-irc", "irc"))
+    irc.load_state_dict(plain.state_dict(), strict=False)
+    with torch.no_grad():
+        irc.highway.alpha.fill_(-1e3)
+    x, state = laws.columns(plain)
+    laws.assert_same(irc(x, state), plain(x, state))
+
+
+def test_without_recurrence_the_gru_is_a_sum_over_time():
+    """Eqs. 13, 14 and 17: h_T = Π(1−i)∘h_0 + Σ_t Π_{s>t}(1−i_s)∘i_t∘r_t∘a_t, gates and candidates functions of x_t."""
+    cell, xs, h = seeded(cells.make("no-irc-gru", 3, 4)), normal(6, 3, 5), normal(4, 5, seed=1)
+    i, r = torch.sigmoid(cell.core.weight_v @ xs).chunk(2, 1)
+    later = torch.cat([(1 - i).flip(0).cumprod(0).flip(0)[1:], torch.ones(1, 4, 5)])
+    expected = (1 - i).prod(0) * h + (later * i * r * (cell.core.weight_x @ xs)).sum(0)
+    state = {"h": h}
+    for x in xs:
+        _, state = cell(x, state)
+    laws.assert_close(state["h"], expected)
+
+
 # Pairs
 
 
@@ -304,6 +377,24 @@ def test_sides_see_each_other_only_when_coupled(coupled):
     other = xs.index_copy(2, torch.tensor([1]), normal(6, 3, 1, 5, seed=9))
     difference = (run(cell, xs, h) - run(cell, other, h))[:, :, 0].abs().max()
     assert difference > 1e-3 if coupled else difference == 0
+
+
+@pytest.mark.parametrize("least", [0.0, 0.3])
+def test_the_coupling_is_the_share_of_the_others_candidate(least):
+    """What of h̄ comes from the other side, found from a step: with z = 0, h' = h̃ + c∘(h̃_other − h̃)."""
+    cell, xs, h = pairs()
+    cell.least_coupling = least
+    with torch.no_grad():
+        cell.bias[4:8] = -1e3
+    single = seeded(cells.make("coupled-gru", 3, 4, coupled=False))
+    for name, parameter in single.named_parameters():
+        parameter.data = cell.get_parameter(name).detach()[:12]
+    new, own = (each(xs[0], {"h": h})[0].detach() for each in (cell, single))
+    found = coupling(dict(cell.named_parameters()), h, least).detach()
+    laws.assert_close(found.expand(4, 2, 5), (new - own) / (own.flip(1) - own), 1e-9)
+    assert found.min() > least
+    if least:
+        laws.assert_close(found, 0.3 + 0.7 * coupling(dict(cell.named_parameters()), h).detach())
 
 
 def test_siamese_is_torchs_gru_on_each_side():
@@ -371,6 +462,16 @@ def test_sizes_must_be_equal(name):
         ("ihc-lstm", {"gamma_on": "v"}, "cell 'ihc-lstm': gamma_on: expected 'h' or 'uvh', found 'v'"),
         ("lstm", {"gate_bias": True}, "cell 'lstm': gate_bias: expected a known key"),
         ("rnn", {"activation": "sine"}, "cell 'rnn': activation: expected 'tanh' or 'relu', found 'sine'"),
+        ("gru", {"activation": "sine"}, "cell 'gru': activation: expected 'tanh', 'relu' or 'linear', found 'sine'"),
+        ("coupled-gru", {"least_coupling": 1.0}, "least_coupling: expected from 0 to below 1, found 1.0"),
+        ("coupled-gru", {"least_coupling": -0.1}, "least_coupling: expected from 0 to below 1, found -0.1"),
+        (
+            "coupled-gru",
+            {"least_coupling": 0.3, "coupled": False},
+            "least_coupling: expected 0 without coupling, found 0.3",
+        ),
+        ("leaky", {"step": "two"}, "cell 'leaky': step: expected 'vector' or 'scalar', found 'two'"),
+        ("no-irc-gru", {"gate_input": False}, "cell 'no-irc-gru': gate_input: expected a known key"),
         ("irc-grru", {}, "did you mean 'irc-gru'"),
     ],
 )

@@ -248,6 +248,26 @@ def test_a_mistake_ends_in_one_line_and_code_2(tmp_path, monkeypatch, capsys, ch
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("optimiser", ["normalised-muon", "{weights='lstm'}", "{weights='ihc-lstm', max_update=0.05}"])
+@pytest.mark.usefixtures("_without_figures")
+def test_the_small_config_takes_learned_rules_and_the_harness(tmp_path, monkeypatch, capsys, optimiser):
+    """Beside SGD, by the option of the command line. How good they are at it is the studies' matter."""
+    sizes = {"embedding_size": 6, "hidden_size": 5, "batch_size": 3, "window": 8}
+    names = ", ".join(f"{key} = '{value}'" for key, value in texts(tmp_path).items())
+    changes = [f"optimisee.data={{{names}}}", *(f"optimisee.{key}={value}" for key, value in sizes.items())]
+    changes += ["threads=1", "train.epochs=2", f"optimiser={optimiser}"]
+    sets = [part for change in changes for part in ("--set", change)]
+    small = ROOT / "configs/ptb-small.toml"
+    code, _, err = called(monkeypatch, capsys, "train", small, "--run", tmp_path / "run", *sets)
+    assert code == 0, err
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if line["stage"] == "train"]
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["diverged"] is None
+    assert (len(losses), result["steps"]) == (result["steps"],) * 2
+    assert min(losses) < losses[0] - 0.03
+
+
 STUDY = {
     "config": "lm.toml",
     "changes": ["train.epochs=1"],
@@ -268,9 +288,10 @@ def study(folder, **changes):
 @pytest.mark.usefixtures("_without_figures")
 def test_a_study_makes_its_table_and_goes_on_where_it_stood(tmp_path, monkeypatch, capsys):
     source, trained = study(tmp_path), interrupted(monkeypatch, experiments, "train", 2)
+    changes = ["optimisee.layers=2"]
     with pytest.raises(KeyboardInterrupt):
-        comparison_study.reproduce(source, tmp_path / "run")
-    code, out, err = called(monkeypatch, capsys, "reproduce", source, "--run", tmp_path / "run")
+        comparison_study.reproduce(source, tmp_path / "run", changes=changes)
+    code, out, err = called(monkeypatch, capsys, "reproduce", source, "--run", tmp_path / "run", "--set", *changes)
     assert (code, err) == (0, "")
     assert [args[1].name for args in trained] == [
         "lstm-0",
@@ -280,6 +301,7 @@ def test_a_study_makes_its_table_and_goes_on_where_it_stood(tmp_path, monkeypatc
     ]  # every run's first seed comes first
     text = (tmp_path / "run" / "table.md").read_text()
     assert text.strip() in out
+    assert text.startswith("**With optimisee.layers=2**\n\n| ")
     found = json.loads((tmp_path / "run" / "table.json").read_text())
     own = {
         name: json.loads((tmp_path / "run" / name / "result.json").read_text())
@@ -297,10 +319,11 @@ def test_a_study_makes_its_table_and_goes_on_where_it_stood(tmp_path, monkeypatc
     for order, label in ((1, "unigram"), (3, "Kneser-Ney 3-gram")):
         model = KneserNey(corpus.train.numpy(), len(words), words.index(EOS), order)
         assert f"| {label} | | | | {model.perplexity(corpus.valid.numpy()):.1f} | " in text
-    comparison_study.reproduce(source, tmp_path / "run")
+    comparison_study.reproduce(source, tmp_path / "run", changes=changes)
     assert len(trained) == 4  # nothing is trained again
     (tmp_path / "run" / "lstm-0" / "found.json").write_text("{")
-    comparison_study.reproduce(source, tmp_path / "run")
+    comparison_study.reproduce(source, tmp_path / "run")  # the same recipe, although nobody asked for the two layers
+    assert (tmp_path / "run" / "table.md").read_text().splitlines()[:2] == text.splitlines()[2:4]
     assert (tmp_path / "run" / "lstm-0" / "result.json").exists()
     with pytest.raises(UserError, match=r"expected train\.epochs = 1, found train\.epochs = 2"):
         comparison_study.reproduce(source, tmp_path / "run", changes=["train.epochs=2"])
@@ -361,16 +384,19 @@ def test_the_penn_treebank_and_its_5_grams():
 
 @needs_ptb
 @pytest.mark.slow
-def test_the_study_of_every_cell_is_sound(monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "count"), [("ptb-cells", 12 + 4 * 2), ("ptb-without-irc", 7 * 3)], ids=["cells", "without IRC"]
+)
+def test_the_studies_of_cells_are_sound(name, count, tmp_path, monkeypatch):
     made = []
     monkeypatch.setattr(training_study, "run_jobs", lambda make, pieces, jobs, report: made.extend(pieces))
     monkeypatch.setattr(
         training_study, "_make", lambda references, piece, report: (_ for _ in ()).throw(KeyboardInterrupt)
     )
     with pytest.raises(KeyboardInterrupt):
-        comparison_study.reproduce(ROOT / "configs/studies/ptb-cells.toml", "nowhere")
+        comparison_study.reproduce(ROOT / f"configs/studies/{name}.toml", tmp_path)
     trained = [piece for piece in made if piece.kind == "trained"]
-    assert (len(trained), len(made)) == (12 + 4 * 2, 12 + 4 * 2 + 2)
+    assert (len(trained), len(made)) == (count, count + 2)
     assert {(piece.config.train.epochs, piece.config.optimisee["hidden_size"]) for piece in trained} == {(3, 200)}
 
 

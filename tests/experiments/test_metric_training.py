@@ -82,6 +82,7 @@ def test_trains_from_the_command_line_for_the_projector(tmp_path, config, monkey
     assert (code, err) == (0, "")
     assert re.search(r"train: 6/6 ", out)
     assert "test loss: " in out
+    assert re.search(r"test recall@1: 0\.\d{5}\n(.*\n)*test accuracy, 1-NN: 0\.\d{5}\n", out)
     found = text_format.Parse((run / "projector_config.pbtxt").read_text(), ProjectorConfig()).embeddings[0]
     points = [list(map(float, line.split("\t"))) for line in (run / found.tensor_path).read_text().splitlines()]
     labels = [line.split("\t") for line in (run / found.metadata_path).read_text().splitlines()]
@@ -163,7 +164,8 @@ def test_a_study_makes_its_table_and_goes_on_where_it_stood(tmp_path, config, mo
     assert text.strip() in out
     found = json.loads((tmp_path / "run" / "table.json").read_text())
     assert [len(own) for own in found.values()] == [2, 2, 2, 2, 1, 1]
-    assert (tmp_path / "run" / "figures" / "neighbour-curves.svg").exists()
+    drawn = {path.name for path in (tmp_path / "run" / "figures").glob("*.svg")}
+    assert drawn == {"neighbour-curves.svg", "neighbour-curves-each.svg"}
     model = build.build_training(
         configs.load(tmp_path / "har.toml", ["optimisee.encoder=coupled"], kind=TrainConfig)
     ).optimisee
@@ -179,6 +181,13 @@ def test_a_study_makes_its_table_and_goes_on_where_it_stood(tmp_path, config, mo
         assert own["recall"] == {str(k): value for k, value in expected.recall.items()}
         assert own["mean_average_precision"] == pytest.approx(expected.mean_average_precision, rel=1e-5)
         assert found[label][index]["curve"] == pytest.approx(neighbour_curve(distances).tolist(), rel=1e-4)
+        each = neighbour_curve(distances, "each").tolist()
+        assert found[label][index]["curve_each"] == pytest.approx(each, rel=1e-3, abs=1e-6)
+    logged = [json.loads(line) for line in (tmp_path / "run/coupled-gru-1/metrics.jsonl").read_text().splitlines()]
+    couplings = [line["coupling"] for line in logged if line["stage"] == "test"]
+    assert len(couplings) == 3  # before the first step, after the third and the last
+    assert found["coupled GRU"][1]["coupling"] == couplings[-1]
+    assert {one["coupling"] for label in found if label != "coupled GRU" for one in found[label]} == {None}
     means = [[one["retrieval"]["mean_average_precision"] for one in own] for own in found.values()]
     shown = {line.split("|")[1].strip(): line.split("|")[4].strip() for line in text.splitlines() if "|" in line}
     for label, own in zip(found, means, strict=True):

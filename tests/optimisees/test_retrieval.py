@@ -66,6 +66,18 @@ def test_the_curve_is_its_definition():
     assert neighbour_curve(torch.ones(4, 4)).tolist() == [0.0] * 3
 
 
+def test_the_curve_of_samples_scaled_each_by_itself():
+    distances, _, _ = made()
+    distances[7] *= 50  # of one sample alone: a row's own scale takes it out
+    curve = neighbour_curve(distances, "each")
+    total = 0.0
+    for row in ([float(distances[i, j]) for j in range(30) if j != i] for i in range(30)):
+        total += sum((d - min(row)) / (max(row) - min(row)) for d in sorted(row)[:17])
+    assert curve[16].item() == pytest.approx(total / (30 * 17))
+    assert curve[0] == 0
+    assert neighbour_curve(torch.ones(4, 4), "each").tolist() == [0.0] * 3
+
+
 def textbook(x, y, band):
     """The recursion cell by cell; x and y [channels, T]."""
     steps = x.shape[1]

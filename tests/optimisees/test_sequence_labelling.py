@@ -170,6 +170,26 @@ def test_any_cell(cell, bidirectional):
     assert params["output.weight"].shape == (3, 6 if bidirectional else 3)
 
 
+def test_the_deep_gru_with_rectifiers():
+    """Option of the cell: other outputs from the same parameters, and one line for any other option."""
+    made = [SequenceLabelling(SIGNALS, {"name": "deep-gru", **own}, 2, 3, dtype="float64") for own in RECTIFIED]
+    params = random_params(made[0])
+    batch = {"inputs": normal(4, 1, 2), "lengths": torch.tensor([4])}
+    tanh, relu = (model._logits(params, batch) for model in made)
+    laws.assert_same(tanh, SequenceLabelling(SIGNALS, "deep-gru", 2, 3, dtype="float64")._logits(params, batch))
+    assert not torch.allclose(tanh, relu)
+    assert [cell.cell.activation for layer in made[1].stack.layers for cell in layer] == ["relu"] * 4
+    for options, message in (
+        ({"activation": "sine"}, "cell 'deep-gru': activation: expected 'tanh' or 'relu', found 'sine'"),
+        ({"activations": "relu"}, "cell 'deep-gru': activations: expected a known key.*did you mean 'activation'"),
+    ):
+        with pytest.raises(UserError, match=message):
+            SequenceLabelling(SIGNALS, {"name": "deep-gru", **options}, 2, 3)
+
+
+RECTIFIED = ({"activation": "tanh"}, {"activation": "relu"})
+
+
 def test_dropout_is_one_mask_a_sequence_and_none_at_evaluation():
     model = MADE(SIGNALS, dropout=0.5)
     batch = model.batch("train", 0, 0)

@@ -9,8 +9,10 @@ from activities import LEFT_OUT, some_windows
 from torch import nn
 
 from l2lopt.cells import make
+from l2lopt.cells.coupled_gru import coupling
 from l2lopt.core.errors import UserError
 from optimisees import SequenceMetric
+from optimisees.metric.retrieval import retrieval
 
 from implementations import SEQUENCE_METRICS  # isort: skip
 
@@ -124,6 +126,43 @@ def test_a_few_steps_bring_classes_together():
     assert sum(losses[-10:]) < 0.7 * sum(losses[:10])
 
 
+@each_form
+def test_retrieval_of_a_whole_split(form):
+    """That of the windows of an evaluation, whatever batches it goes through."""
+    model = form(evaluation_windows=9, evaluation_size=4)
+    params, aux = model.init(0)
+    rows = torch.cat([batch["inputs"] for batch, _ in model.evaluation_batches("test", 0)])
+    everyone = model.inputs("test")
+    places = torch.tensor([int((everyone == row).flatten(1).all(1).nonzero()) for row in rows])
+    windows = model.windows("test")
+    expected = retrieval(model.all_distances(params, rows), windows.labels[places], windows.subjects[places], (1,))
+    found = model.whole_metrics(params, aux, "test")
+    assert found["recall@1"] == expected.recall[1]
+    assert found["accuracy, 1-NN"] == expected.accuracy[1]
+    assert found["mAP"] == pytest.approx(expected.mean_average_precision)
+    assert "recall@10" not in found  # a query has fewer windows of others
+    endless = {name: value * float("nan") for name, value in params.items()}
+    assert model.whole_metrics(endless, aux, "test") == {}
+    assert model.whole_metrics(params, aux, "heldout") == {}  # of one subject alone
+
+
+def test_the_coupling_of_an_evaluation():
+    """From step to step by the cell, over neighbours in the batch; held above its bound; none of the siamese form."""
+    model = COUPLED(least_coupling=0.3)
+    params, aux = model.init(0)
+    inputs = model.inputs("train")[:4]
+    cell = make("coupled-gru", 9, model.hidden_size, least_coupling=0.3).double()
+    cell.load_state_dict({name.removeprefix("layers.0.0.cell."): value for name, value in params.items()})
+    found = model.coupling(params, inputs, inputs.roll(1, 0))
+    h = torch.zeros(model.hidden_size, 2, 4, dtype=torch.float64)
+    for t in range(inputs.shape[-1]):
+        laws.assert_close(found[t], coupling(dict(cell.named_parameters()), h, 0.3)[:, 0])
+        h, _ = cell(torch.stack((inputs, inputs.roll(1, 0)))[..., t].movedim(-1, 0), {"h": h})
+    laws.assert_close(model.metrics(params, aux, {"inputs": inputs})["coupling"], found.mean())
+    assert found.min() > 0.3
+    assert SIAMESE().metrics(*SIAMESE().init(0), {"inputs": inputs}) == {}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -131,6 +170,7 @@ def test_a_few_steps_bring_classes_together():
         ({"test_subjects": [1, 2, 4, 7, 9]}, "subjects left out: expected some, but not all"),
         ({"heldout_subjects": [2]}, "subjects left out: expected some, but not all, of 1, 4, 7, found 2"),
         ({"loss": {"margins": 1.0}}, "loss 'structural': margins: expected a known key"),
+        ({"least_coupling": 0.3}, "least_coupling: expected the coupled encoder, found the siamese one"),
         ({"hidden_size": 0}, "sequence-metric: hidden_size: expected above 0"),
         ({"evaluation_windows": 0}, "sequence-metric: evaluation_windows: expected above 0"),
     ],

@@ -12,7 +12,7 @@ from l2lopt.core.errors import UserError
 needs_cells = pytest.mark.skipif(not {"rnn", "gru"} <= cells.CELLS.keys(), reason="there are no cells rnn and gru yet")
 
 
-def equations(stack, x):
+def equations(stack, x, f=torch.tanh):
     """Outputs [T, 2M] and the final h [2L, M] for one sequence x [T, N]; eqs. 7 and 8 corrected."""
     below, final = list(x), []
     for i, layer in enumerate(stack.layers):
@@ -21,13 +21,13 @@ def equations(stack, x):
             w, h, states = dict(direction.cell.named_parameters()), torch.zeros(M, dtype=x.dtype), {}
             for t in reversed(range(len(x))) if k else range(len(x)):
                 if i == 0:
-                    h = torch.tanh(w["weight_x"] @ below[t] + w["weight_h"] @ h + w["bias"])
+                    h = f(w["weight_x"] @ below[t] + w["weight_h"] @ h + w["bias"])
                 else:
                     (W_r, W_z, W), (V_r, V_z, V) = w["weight_x"].chunk(3), w["weight_h"].chunk(3)
                     right, left = below[t][:M], below[t][M:]
                     z = torch.sigmoid(W_z[:, :M] @ right + W_z[:, M:] @ left + V_z @ h)
                     r = torch.sigmoid(W_r[:, :M] @ right + W_r[:, M:] @ left + V_r @ h)
-                    h = z * h + (1 - z) * torch.tanh(W[:, :M] @ right + W[:, M:] @ left + r * (V @ h))
+                    h = z * h + (1 - z) * f(W[:, :M] @ right + W[:, M:] @ left + r * (V @ h))
                 states[t] = h
             directions.append(states)
             final.append(h)
@@ -36,12 +36,12 @@ def equations(stack, x):
 
 
 @needs_cells
-@pytest.mark.parametrize("layers", [1, 2, 3])
-def test_follows_its_equations(layers):
-    stack, x = seeded(sequence.deep_bidirectional_gru(N, M, layers)), normal(5, 2, N)
+@pytest.mark.parametrize(("layers", "activation"), [(1, "tanh"), (2, "tanh"), (3, "tanh"), (1, "relu"), (3, "relu")])
+def test_follows_its_equations(layers, activation):
+    stack, x = seeded(sequence.deep_bidirectional_gru(N, M, layers, activation=activation)), normal(5, 2, N)
     output, h = stack(x, lengths=[5, 3])
     for b, length in enumerate([5, 3]):
-        expected = equations(stack, x[:length, b])
+        expected = equations(stack, x[:length, b], getattr(torch, activation))
         assert_close((output[:length, b], h[:, b]), expected)
         sums = [values.square().sum() for values in (output[:, b], expected[0])]
         gradients, wanted = (torch.autograd.grad(value, list(stack.parameters()), retain_graph=True) for value in sums)
@@ -67,3 +67,8 @@ def test_takes_the_stacks_options():
 def test_needs_a_layer():
     with pytest.raises(UserError, match="num_layers: expected at least 1, found 0; give"):
         sequence.deep_bidirectional_gru(N, M, 0)
+
+
+def test_knows_two_activations():
+    with pytest.raises(UserError, match="deep-gru: activation: expected 'tanh' or 'relu', found 'linear'; change"):
+        sequence.deep_bidirectional_gru(N, M, 2, activation="linear")

@@ -49,6 +49,34 @@ class Full(Feed):
         return products.back(self.part(self.d, "hoisted"), self.w["W"])
 
 
+class Hoisted(Feed):
+    """W x + b alone, which leaves no product in the loop: no gate sees h. Weights: `W`, perhaps `b`."""
+
+    def hoist(self) -> None:
+        """W x + b."""
+        out = self.part(self.z, "hoisted").flatten(0, 1)
+        products.write(out, self.x.flatten(0, 1), self.w["W"], self.w.get("b"))
+
+    def step(self, t: int, h: Tensor) -> None:
+        """Nothing."""
+
+    def prepare_back(self, d: Tensor) -> None:
+        """The adjoints of W x."""
+        self.adjoints = self.part(d, "hoisted")
+
+    def step_back(self, t: int, dh: Tensor) -> None:
+        """Nothing."""
+
+    def weight_gradients(self) -> Params:
+        """For W and b."""
+        gradients = {"W": self.outer(self.adjoints, self.x, "W")}
+        return gradients | ({"b": self.adjoints.sum((0, 1))} if "b" in self.w else {})
+
+    def input_gradient(self) -> Tensor:
+        """Wᵀ d."""
+        return products.back(self.adjoints, self.w["W"])
+
+
 class ResetBefore(Feed):
     """The GRU of Table I: two dependent products a step, R h for r and i, then R_A (r∘h) for a. Weights of `Full`."""
 

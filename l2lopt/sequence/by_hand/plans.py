@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from l2lopt.cells import GRU, LSTM, RNN, SRU, TLSTM, Cell, FastGRNN
+from l2lopt.cells import GRU, LSTM, RNN, SRU, TLSTM, Cell, FastGRNN, Leaky
 from l2lopt.cells.fastgrnn import FastGRNNCore
 from l2lopt.cells.gru import GRUCore
-from l2lopt.cells.highway import Core, Highway, Simplified
+from l2lopt.cells.highway import Core, Highway, NoFeedback, Simplified
 from l2lopt.cells.lstm import LSTMCore
 from l2lopt.cells.sru import SRUCore
 from l2lopt.cells.t_lstm import TLSTMCore
 from l2lopt.core.layout import Params
 from l2lopt.sequence.by_hand import highway, pointwise
-from l2lopt.sequence.by_hand.full import Full, ResetBefore
+from l2lopt.sequence.by_hand.full import Full, Hoisted, ResetBefore
 from l2lopt.sequence.by_hand.pointwise import Pointwise
 from l2lopt.sequence.by_hand.recurrent import Recurrent
 from l2lopt.sequence.by_hand.scans import SRUScan, TLSTMScan
@@ -66,6 +66,18 @@ def _rnn(cell: Cell) -> Sweep:
     return _full(pointwise.RNN(cell.activation), _plain)
 
 
+def _leaky(cell: Cell) -> Sweep:
+    assert isinstance(cell, Leaky)
+
+    def prepare(w: Params) -> Params:
+        # As long as h, whether there is one ξ or many: the gradient of one is then the sum that autograd makes.
+        xi = torch.sigmoid(w["step"]).expand(len(w["weight_x"]))
+        return ({"W": w["weight_x"]} if cell.weight_h is None else _plain(w)) | {"xi": xi}
+
+    p = pointwise.Leaky(cell.activation)
+    return Recurrent(p, Hoisted, {"hoisted": (0, 1)}, prepare) if cell.weight_h is None else _full(p, prepare)
+
+
 def _lstm(cell: Cell) -> Sweep:
     def prepare(w: Params) -> Params:
         return _plain(w) | ({"b": w["bias"] + w["bias_h"]} if "bias_h" in w else {})
@@ -110,17 +122,19 @@ def _gru(cell: Cell) -> Sweep:
         # Rolled, so that the rows of W (a, r, i) and those of U (r, i, q) are each one range of a, r, i, q.
         return {"W": w["weight_x"].roll(m, 0), "R": w["weight_h"], "b": b.roll(m), "b_h": bias_h[2 * m :]}
 
-    p = pointwise.GRU(cell.update, cell.reset)
+    p = pointwise.GRU(cell.update, cell.reset, cell.activation)
     if after:
         return Recurrent(p, Full, {"hoisted": (0, 3), "product": (1, 4), "alone": (3, 4)}, prepare)
     return Recurrent(p, ResetBefore, {"product": (0, 2), "candidate": (2, 3)}, prepare)
 
 
 def _simplified(cell: Simplified, p: Pointwise, fold: bool) -> Sweep:
-    """The pass of an IRC cell, folded or not, or of an IHC cell."""
+    """The pass of an IRC cell, folded or not, of an IHC cell, or of one without either."""
     gates, n, m = cell.core.gates, cell.input_size, cell.hidden_size
     diagonal = cell.core.diagonal
     blocks = {"product": (0, gates), "candidate": (gates, gates + 1)}
+    if isinstance(cell.highway, NoFeedback):
+        return Recurrent(p, Hoisted, {"hoisted": (0, gates + 1)}, _alone)
     if isinstance(cell.highway, Highway):
         on_u = {"on_u": (0, 0)} if cell.highway.gamma_on == "uvh" else {}
         return Recurrent(
@@ -152,15 +166,20 @@ def _residual(w: Params, diagonal: bool) -> Params:
     return _core(w) | ({"omega": alpha * torch.tanh(back)} if diagonal else {"U": alpha.unsqueeze(1) * back})
 
 
-def _folded(w: Params, diagonal: bool) -> Params:
-    core, back = _core(w), w["highway.feedback.weight_h"]
+def _alone(w: Params) -> Params:
+    """W and W_A one below the other, for the one product that both have with x."""
+    core = _core(w)
     w_v, w_a = core.pop("W_v"), core.pop("W_A")
-    r = w_v * torch.sigmoid(w["highway.alpha"])
-    r = r * torch.tanh(back) if diagonal else r @ back
     if "b" in core:
         # The joint product has the candidate's rows too, which have no bias.
         core["b"] = torch.cat([core["b"], core["b"].new_zeros(len(w_a))])
-    return core | {"W": torch.cat([w_v, w_a]), "R": r}
+    return core | {"W": torch.cat([w_v, w_a])}
+
+
+def _folded(w: Params, diagonal: bool) -> Params:
+    back = w["highway.feedback.weight_h"]
+    r = w["core.weight_v"] * torch.sigmoid(w["highway.alpha"])
+    return _alone(w) | {"R": r * torch.tanh(back) if diagonal else r @ back}
 
 
 def _highway(w: Params, diagonal: bool, joined: bool = False) -> Params:
@@ -177,7 +196,8 @@ PLANS: dict[type[Cell], Callable[[Any], Sweep]] = {
     LSTM: _lstm,
     FastGRNN: _fastgrnn,
     GRU: _gru,
+    Leaky: _leaky,
     SRU: lambda cell: SRUScan(),
     TLSTM: lambda cell: TLSTMScan(),
 }
-"""Cell → its pass; `CORES` has those of the IRC and IHC cells, by their core."""
+"""Cell → its pass; `CORES` has those of the simplified cells, by their core."""

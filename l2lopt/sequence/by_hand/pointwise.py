@@ -88,6 +88,28 @@ def tanh(x: Tensor, out: Tensor) -> None:
     torch.mul(x, 2, out=out).sigmoid_().mul_(2).sub_(1)
 
 
+def activate(name: str, z: Tensor, out: Tensor) -> None:
+    """Writes f(z) for the activation f of that name; `out` may be z itself."""
+    if name == "tanh":
+        tanh(z, out)
+    elif name == "relu":
+        # `torch.relu` has no `out`.
+        torch.clamp(z, min=0, out=out)
+    elif out is not z:
+        out.copy_(z)
+
+
+def activation_back(name: str, d: Tensor, adjoint: Tensor, value: Tensor) -> None:
+    """Writes d = adjoint∘f'(z), from the value f(z); d may be the adjoint itself."""
+    if name == "tanh":
+        tanh_back(d, adjoint, value)
+    elif name == "relu":
+        # The derivative at 0 is 0, as that of PyTorch's relu.
+        torch.mul(adjoint, value > 0, out=d)
+    elif d is not adjoint:
+        d.copy_(adjoint)
+
+
 class RNN(Pointwise):
     """h' = f(z), f = tanh or relu."""
 
@@ -98,21 +120,37 @@ class RNN(Pointwise):
 
     def forward(self, s: PointwiseStep, w: Params) -> None:
         """Writes h'."""
-        if self.activation == "tanh":
-            tanh(s.z[0], s.h_next)
-        else:
-            # `torch.relu` has no `out`.
-            torch.clamp(s.z[0], min=0, out=s.h_next)
+        activate(self.activation, s.z[0], s.h_next)
 
     def factors(self, d: Sequence[Tensor], s: PointwiseStep, w: Params) -> tuple[Tensor | None, Tensor | None]:
         """Writes f'(z)."""
-        if self.activation == "tanh":
-            # d holds the ones that the kernel multiplies, then its result: no memory is needed beside it.
-            tanh_back(d[0], d[0].fill_(1), s.h_next)
-        else:
-            # The derivative at 0 is 0, as that of PyTorch's relu.
-            torch.gt(s.h_next, 0, out=d[0])
+        # d holds the ones that the kernel multiplies, then its result: no memory is needed beside it.
+        activation_back(self.activation, d[0], d[0].fill_(1), s.h_next)
         return None, None
+
+
+class Leaky(Pointwise):
+    """h' = (1−ξ)∘h + ξ∘a, a = f(z); ξ [M] is a weight."""
+
+    blocks, by_h = 1, ((0, 1),)
+
+    def __init__(self, activation: str) -> None:
+        self.activation = activation
+
+    def forward(self, s: PointwiseStep, w: Params) -> None:
+        """Writes h'."""
+        a = s.z[0]
+        activate(self.activation, a, a)
+        torch.lerp(s.h, a, w["xi"], out=s.h_next)
+
+    def factors(self, d: Sequence[Tensor], s: PointwiseStep, w: Params) -> tuple[Tensor | None, Tensor | None]:
+        """The factor of a; direct path 1 − ξ."""
+        activation_back(self.activation, d[0], d[0].copy_(w["xi"]), s.z[0])
+        return None, (1 - w["xi"]).expand_as(s.h)
+
+    def scalars(self, dh: Tensor, s: PointwiseStep) -> Params:
+        """For ξ, one value for each unit; those of a single ξ are added up by autograd, which has spread it."""
+        return {"xi": (dh * (s.z[0] - s.h)).sum((0, 1))}
 
 
 class LSTM(Pointwise):
@@ -188,12 +226,12 @@ class FastGRNN(Pointwise):
 class GRU(Pointwise):
     """h' = (1−i)∘h + i∘a for update="new", i∘h + (1−i)∘a for "kept".
 
-    With reset="before" the blocks are r, i, a, with a = tanh(z) and z computed from r∘h by `ResetBefore`; with "after"
-    they are a, r, i, q, with a = tanh(z + r∘q).
+    With reset="before" the blocks are r, i, a, with a = f(z) and z computed from r∘h by `ResetBefore`; with "after"
+    they are a, r, i, q, with a = f(z + r∘q).
     """
 
-    def __init__(self, update: str, reset: str) -> None:
-        self.kept, self.after = update == "kept", reset == "after"
+    def __init__(self, update: str, reset: str, activation: str) -> None:
+        self.kept, self.after, self.activation = update == "kept", reset == "after", activation
         self.blocks = 4 if self.after else 3
         self.sigmoid = (1, 3) if self.after else (0, 0)
         self.by_h = ((0, 4),) if self.after else ((1, 3),)
@@ -203,7 +241,7 @@ class GRU(Pointwise):
         a, r, i = s.z[:3] if self.after else (s.z[2], *s.z[:2])
         if self.after:
             a.addcmul_(r, s.z[3])
-        tanh(a, a)
+        activate(self.activation, a, a)
         # One operation without temporaries, instead of a subtraction, two products and a sum.
         torch.lerp(*((a, s.h) if self.kept else (s.h, a)), i, out=s.h_next)
 
@@ -213,9 +251,9 @@ class GRU(Pointwise):
         share = 1 - i
         torch.sub(*((s.h, a) if self.kept else (a, s.h)), out=di)
         sigmoid_back(di, di, i)
-        tanh_back(da, share if self.kept else i, a)
+        activation_back(self.activation, da, share if self.kept else i, a)
         if self.after:
-            # a = tanh(z + r∘q): the factor of z is that of the whole argument, and q and r share it.
+            # a = f(z + r∘q): the factor of z is that of the whole argument, and q and r share it.
             torch.mul(da, r, out=d[3])
             torch.mul(da, s.z[3], out=dr)
             sigmoid_back(dr, dr, r)
