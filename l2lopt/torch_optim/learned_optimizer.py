@@ -82,8 +82,9 @@ class LearnedOptimizer(torch.optim.Optimizer):
         lr: Factor of update and decay, at least 0; schedulers change it.
         weight_decay: λ ≥ 0, decoupled: θ ← θ − lr·λ·θ.
         max_update: Largest size of a coordinate of u, before lr; None sets no bound.
-        fallback: Hand-designed rule by name (with lr 0.001), by choice, or as an optimiser. A group that sets a
-            hand-designed rule of its own has no fallback unless it sets one as well.
+        fallback: Hand-designed rule by name, by choice, or as an optimiser: best "normalised-muon", the harness, which
+            has its own rate as it is; other names have lr 0.001. A group that sets a hand-designed rule of its own has
+            no fallback unless it sets one as well.
         state_dtype: Dtype of the rule's state per coordinate between steps: "float32" (float64 for float64 parameters),
             or "bfloat16", rounded at each step; running means with β above 0.996 may stop moving in it. A step then
             needs the float32 state of `blocks.BLOCK` coordinates at once, or of a whole tensor for a rule whose
@@ -254,7 +255,9 @@ class LearnedOptimizer(torch.optim.Optimizer):
             expected = "a name, a choice or a hand-made optimiser"
             remedy = 'use "adam", for instance'
             raise UserError("LearnedOptimizer: fallback", expected=expected, found=repr(fallback), remedy=remedy)
-        choice = {"name": fallback, "lr": 1e-3} if isinstance(fallback, str) else dict(fallback)
+        choice = dict(fallback) if isinstance(fallback, Mapping) else {"name": fallback}
+        if isinstance(fallback, str) and fallback not in optimisers.UNTUNED:
+            choice["lr"] = 1e-3
         return self._rule_id(optimisers.build(choice, optimisers.HAND_DESIGNED))
 
     def _clear_cache(self) -> None:

@@ -7,7 +7,7 @@ import laws
 import pytest
 import torch
 from descent import LSTM, bumpy, descend, start
-from implementations import seeded
+from implementations import normal, seeded
 from torch import nn
 
 from l2lopt import LearnedOptimizer, UserError, optimisers
@@ -130,6 +130,12 @@ def test_a_mistaken_option_is_refused_for_all_and_for_a_group(options, message):
         LearnedOptimizer([param], **(rule | options))
     with pytest.raises(UserError, match=message):
         LearnedOptimizer([{"params": [param], **options}], **rule)
+
+
+@pytest.mark.parametrize(("name", "options"), [("normalised-muon", {}), ("adam", {"lr": 1e-3})])
+def test_a_fallback_by_name_has_a_rate_that_suits_it(name, options):
+    optimizer = LearnedOptimizer([nn.Parameter(normal(2, 2))], {"name": "coordinatewise"}, fallback=name)
+    assert optimizer.param_groups[0]["fallback"] == files.digest(optimisers.make(name, **options))
 
 
 @pytest.mark.parametrize("options", [{}, {"fallback": "adam"}, {"state_dtype": "bfloat16"}])
