@@ -63,6 +63,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # small tensors, and a build that
 # The API, from docstrings.
 autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False
+autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"
 autodoc_default_options = {"members": True, "show-inheritance": True}
 autodoc_mock_imports = [] if find_spec("triton") else ["triton"]
@@ -71,8 +72,8 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 default_role = "py:obj"
 
-# Before autodoc imports anything: it imports with TYPE_CHECKING on, and pydantic then builds its models from annotations
-# that are for type checkers.
+# Before autodoc imports anything: it imports with TYPE_CHECKING on, and pydantic would then build its models from what
+# is for type checkers alone.
 if not autodoc_mock_imports:
     from package_modules import modules
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import nbformat
 from docutils import nodes
-from myst_nb.core.config import NbParserConfig
 from myst_nb.core.read import read_myst_markdown_notebook
+from myst_parser.config.main import MdParserConfig
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
@@ -43,7 +43,7 @@ def _write(app: Sphinx, error: Exception | None) -> None:
     for path in sorted((Path(app.srcdir) / "tutorials").glob("*.md")):
         text = without_directive(path.read_text(encoding="utf-8"))
         if "{code-cell}" in text:
-            notebook = read_myst_markdown_notebook(text, NbParserConfig(), path=str(path))
+            notebook = read_myst_markdown_notebook(text, MdParserConfig(), path=str(path))
             nbformat.write(notebook, folder / f"{path.stem}.ipynb")
 
 

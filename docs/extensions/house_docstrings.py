@@ -22,7 +22,19 @@ OTHERS = re.compile(
     r"rich|collections|pathlib|typing|abc|argparse|logging|concurrent|types|contextlib|builtins|contextvars|_thread)(\.|$)"
 )
 """Packages whose names are links where their inventories are at hand, and text elsewhere."""
-BARE = {"Tensor", "FieldInfo", "NoneType", "MinLen", "MaxLen", "Ge", "Le", "Gt", "Lt", "AllowInfNan", "StringConstraints"}
+BARE = {
+    "Tensor",
+    "FieldInfo",
+    "NoneType",
+    "MinLen",
+    "MaxLen",
+    "Ge",
+    "Le",
+    "Gt",
+    "Lt",
+    "AllowInfNan",
+    "StringConstraints",
+}
 """Names of such packages as autodoc writes them inside unions and the limits of pydantic's fields."""
 
 

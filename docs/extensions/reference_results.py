@@ -51,7 +51,9 @@ def section(folder: Path, up: str) -> list[str]:
 def demoted(text: str) -> str:
     """Markdown whose headings are two levels lower; those inside fenced blocks are code and stay."""
     parts = re.split(r"(^```.*?^```)", text, flags=re.S | re.M)
-    return "".join(re.sub(r"^#", "###", part, flags=re.M) if index % 2 == 0 else part for index, part in enumerate(parts))
+    return "".join(
+        re.sub(r"^#", "###", part, flags=re.M) if index % 2 == 0 else part for index, part in enumerate(parts)
+    )
 
 
 class ReferenceResults(SphinxDirective):

@@ -35,8 +35,12 @@ def kind_of(annotation: Any) -> str:
         return "name, or table with `name`"
     if get_origin(annotation) is Annotated:
         inner, *limits = get_args(annotation)
-        words = [f"{word} {getattr(limit, kind.lower())}" for limit in limits for kind, word in NUMBERS.items()
-                 if type(limit).__name__ == kind]
+        words = [
+            f"{word} {getattr(limit, kind.lower())}"
+            for limit in limits
+            for kind, word in NUMBERS.items()
+            if type(limit).__name__ == kind
+        ]
         return " ".join([kind_of(inner), *words])
     if get_origin(annotation) in (Union, types.UnionType):
         return " or ".join(kind_of(part) for part in get_args(annotation) if part is not type(None))
@@ -108,7 +112,9 @@ def settings_table(model: type[BaseModel], prefix: str) -> list[str]:
         if inspect.isclass(field.annotation) and issubclass(field.annotation, BaseModel):
             continue
         kind = " ".join(filter(None, [kind_of(field.annotation), limits(field)]))
-        lines.append(f"| `{prefix}{name}` | {plain(kind)} | {plain(default_of(field))} | {plain(field.description or '')} |")
+        lines.append(
+            f"| `{prefix}{name}` | {plain(kind)} | {plain(default_of(field))} | {plain(field.description or '')} |"
+        )
     return [*lines, "```", ""]
 
 
@@ -129,9 +135,9 @@ class SettingsTables(SphinxDirective):
 
 
 def summary(entry: Callable[..., Any]) -> str:
-    """The first paragraph of a docstring, up to its first full stop."""
+    """The first sentence of a docstring."""
     doc = inspect.cleandoc(entry.__doc__ or "").split("\n\n")[0].replace("\n", " ")
-    return re.split(r"(?<=[.;]) ", doc)[0]
+    return re.split(r"(?<=\.)(?<!al\.) (?=[A-Z])", doc)[0]
 
 
 def options(entry: Callable[..., Any]) -> str:
