@@ -33,6 +33,7 @@ extensions = [
     "floors_picture",
     "reference_results",
     "colab",
+    "mathml",
 ]
 exclude_patterns = ["_build", "extensions"]
 html_theme = "furo"
@@ -53,6 +54,7 @@ else:
 # Markdown, and notebooks in it.
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "amsmath", "substitution"]
 myst_heading_anchors = 3
+html_math_renderer = "mathml"
 nb_execution_mode = os.environ.get("L2LOPT_DOCS_NOTEBOOKS", "cache")
 nb_execution_timeout = 120
 nb_execution_raise_on_error = True

@@ -1,0 +1,43 @@
+"""Formulas as MathML, which browsers draw by themselves: the pages need no script and no network."""
+
+from typing import Any
+
+from docutils import nodes
+from docutils.utils.math.latex2mathml import tex2mathml
+from sphinx.application import Sphinx
+from sphinx.errors import SphinxError
+
+
+def converted(tex: str, as_block: bool) -> str:
+    r"""A formula as MathML.
+
+    Args:
+        tex: LaTeX, of the commands that docutils knows: \left( and not \big(, for instance.
+        as_block: Whether it stands on lines of its own.
+
+    Raises:
+        SphinxError: For a command that is not known.
+    """
+    try:
+        found: str = tex2mathml(tex.strip(), as_block=as_block)
+    except (ValueError, AttributeError) as error:  # an unknown command; an unbalanced one
+        raise SphinxError(f"{error}: {tex}") from error
+    return found
+
+
+def inline(self: Any, node: nodes.math) -> None:
+    """Writes a formula of a line."""
+    self.body.append(converted(node.astext(), as_block=False))
+    raise nodes.SkipNode
+
+
+def block(self: Any, node: nodes.math_block) -> None:
+    """Writes a formula on lines of its own, which scrolls where it is wider than the page."""
+    self.body.append(f'<div class="math">{converted(node.astext(), as_block=True)}</div>\n')
+    raise nodes.SkipNode
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Registers the renderer."""
+    app.add_html_math_renderer("mathml", inline_renderers=(inline, None), block_renderers=(block, None))
+    return {"version": "1", "parallel_read_safe": True}
