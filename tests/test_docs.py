@@ -237,6 +237,21 @@ def test_prose_of_docstrings_is_protected(written, read, extension):
     assert extension("house_docstrings").protected(written) == read
 
 
+def test_notebooks_stand_alone(extension):
+    text = "```{colab}\n```\n[a](b.md) [c](../guides/d.md#e) [f](https://g.org)"
+    found = extension("colab").for_colab(text, "https://host/us/it")
+    inside = "https://host/us/it/blob/main/docs"
+    assert found == f"[a]({inside}/tutorials/b.md) [c]({inside}/guides/d.md#e) [f](https://g.org)"
+
+
+def test_formulas_that_would_be_misread_are_refused(extension):
+    mathml = extension("mathml")
+    assert "<mfrac>" in mathml.converted(r"\frac{1}{2} {\bar s}_t", as_block=False)
+    for tex in (r"\frac12", r"\bar s_t", r"\big(x", r"\underbrace{x}_y"):
+        with pytest.raises(Exception, match=re.escape(tex)):
+            mathml.converted(tex, as_block=True)
+
+
 def test_indented_equations_of_docstrings_are_literal(extension):
     lines = [
         "The adjoint:",

@@ -4,6 +4,8 @@ The tutorials are Markdown. Beside the HTML the build leaves each as a notebook 
 opens those of the branch that the site is published from.
 """
 
+import posixpath
+import re
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +31,13 @@ class Colab(SphinxDirective):
         return made
 
 
-def without_directive(text: str) -> str:
-    """A tutorial's source without the link, which a notebook has no use for."""
-    return text.replace("```{colab}\n```\n", "")
+def for_colab(text: str, repository: str) -> str:
+    """A tutorial's source by itself: without the link to Colab, and with links to other pages in the repository."""
+
+    def absolute(found: re.Match[str]) -> str:
+        return f"]({repository}/blob/main/{posixpath.normpath(posixpath.join('docs/tutorials', found[1]))}{found[2] or ''})"
+
+    return re.sub(r"\]\(([\w./-]+\.md)(#[\w-]+)?\)", absolute, text.replace("```{colab}\n```\n", ""))
 
 
 def _write(app: Sphinx, error: Exception | None) -> None:
@@ -41,7 +47,7 @@ def _write(app: Sphinx, error: Exception | None) -> None:
     folder = Path(app.outdir) / "notebooks"
     folder.mkdir(exist_ok=True)
     for path in sorted((Path(app.srcdir) / "tutorials").glob("*.md")):
-        text = without_directive(path.read_text(encoding="utf-8"))
+        text = for_colab(path.read_text(encoding="utf-8"), app.config.colab_repository)
         if "{code-cell}" in text:
             notebook = read_myst_markdown_notebook(text, MdParserConfig(), path=str(path))
             nbformat.write(notebook, folder / f"{path.stem}.ipynb")

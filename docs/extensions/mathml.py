@@ -1,11 +1,15 @@
 """Formulas as MathML, which browsers draw by themselves: the pages need no script and no network."""
 
+import re
 from typing import Any
 
 from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.application import Sphinx
 from sphinx.errors import SphinxError
+
+MISREAD = re.compile(r"\\(?:bar|hat|tilde) \w[_^]|frac\d|underbrace")
+"""Spellings that docutils takes for others: {\\bar s}_t and \\frac{1}{2} are read as they are meant."""
 
 
 def converted(tex: str, as_block: bool) -> str:
@@ -16,8 +20,10 @@ def converted(tex: str, as_block: bool) -> str:
         as_block: Whether it stands on lines of its own.
 
     Raises:
-        SphinxError: For a command that is not known.
+        SphinxError: For a command that is not known, or would be misread.
     """
+    if misread := MISREAD.search(tex):
+        raise SphinxError(f"{misread[0]}: write {{\\bar s}}_t, \\frac{{1}}{{2}} and no underbrace: {tex}")
     try:
         found: str = tex2mathml(tex.strip(), as_block=as_block)
     except (ValueError, AttributeError) as error:  # an unknown command; an unbalanced one
