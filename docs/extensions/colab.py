@@ -35,7 +35,8 @@ def for_colab(text: str, repository: str) -> str:
     """A tutorial's source by itself: without the link to Colab, and with links to other pages in the repository."""
 
     def absolute(found: re.Match[str]) -> str:
-        return f"]({repository}/blob/main/{posixpath.normpath(posixpath.join('docs/tutorials', found[1]))}{found[2] or ''})"
+        place = posixpath.normpath(posixpath.join("docs/tutorials", found[1]))
+        return f"]({repository}/blob/main/{place}{found[2] or ''})"
 
     return re.sub(r"\]\(([\w./-]+\.md)(#[\w-]+)?\)", absolute, text.replace("```{colab}\n```\n", ""))
 
