@@ -65,7 +65,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # small tensors, and a build that
 # The API, from docstrings.
 autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False
-autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"
 autodoc_default_options = {"members": True, "show-inheritance": True}
 autodoc_mock_imports = [] if find_spec("triton") else ["triton"]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import typer
 
+from l2lopt import optimisers
 from l2lopt.cli import app
 from l2lopt.evaluation.suites import Suite
 from l2lopt.experiments import comparison_study, config
@@ -221,6 +222,8 @@ def test_the_tables_have_every_key_and_choice(extension):
         text = "\n".join(tables.settings_table(model, prefix))
         inner = [name for name, field in model.model_fields.items() if f"`{prefix}{name}`" not in text]
         assert all(hasattr(model.model_fields[name].annotation, "model_fields") for name in inner)
+    for name, entry in optimisers.OPTIMISERS.items():
+        assert not re.search(r"None|True|False|<", tables.options(entry)), name
     assert tables.kind_of(int | None) == "integer"
     assert tables.toml({"a": [1, True, "x"]}) == '{a = [1, true, "x"]}'
 
@@ -237,6 +240,12 @@ def test_prose_of_docstrings_is_protected(written, read, extension):
     assert extension("house_docstrings").protected(written) == read
 
 
+def test_indices_stand_beside_accented_letters(extension):
+    found = re.sub(r"\s", "", extension("mathml").converted(r"\bar s_t \sum_i^n x", as_block=True))
+    assert '<msub><moveraccent="true"><mi>s</mi>' in found
+    assert found.count("<munderover>") == 1
+
+
 def test_notebooks_stand_alone(extension):
     text = "```{colab}\n```\n[a](b.md) [c](../guides/d.md#e) [f](https://g.org)"
     found = extension("colab").for_colab(text, "https://host/us/it")
@@ -246,8 +255,8 @@ def test_notebooks_stand_alone(extension):
 
 def test_formulas_that_would_be_misread_are_refused(extension):
     mathml = extension("mathml")
-    assert "<mfrac>" in mathml.converted(r"\frac{1}{2} {\bar s}_t", as_block=False)
-    for tex in (r"\frac12", r"\bar s_t", r"\big(x", r"\underbrace{x}_y"):
+    assert "<mfrac>" in mathml.converted(r"\frac{1}{2}", as_block=False)
+    for tex in (r"\frac12", r"\big(x", r"\underbrace{x}_y"):
         with pytest.raises(Exception, match=re.escape(tex)):
             mathml.converted(tex, as_block=True)
 

@@ -106,6 +106,13 @@ def _restored(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: 
 _TEXTS: dict[str, list[str]] = {}
 
 
+def _signature(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str | None, result: str | None
+) -> tuple[str | None, str | None]:
+    """A signature in which a function that is a default stands by its name; Sphinx cannot parse "<function silent>"."""
+    return signature and re.sub(r"<(?:function|class) '?(?:[\w.]+\.)?(\w+)'?>", r"\1", signature), result
+
+
 def _skip(app: Sphinx, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
     """Leaves out the fields of named tuples, which `Attributes` describes, and what pydantic adds to a model."""
     if name in {"model_config", "model_fields", "model_computed_fields"} or type(obj).__name__ == "_tuplegetter":
@@ -153,6 +160,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     """Connects them, before and after napoleon's at 500."""
     app.connect("autodoc-process-docstring", _docstring, priority=400)
     app.connect("autodoc-process-docstring", _restored, priority=600)
+    app.connect("autodoc-process-signature", _signature)
     app.connect("autodoc-skip-member", _skip)
     app.connect("missing-reference", _missing, priority=900)  # after the inventories
     return {"version": "1", "parallel_read_safe": True}
