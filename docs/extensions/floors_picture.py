@@ -65,7 +65,8 @@ class Floors(SphinxDirective):
         up = "../" * self.env.docname.count("/")
 
         def link(unit: str) -> str:
-            return f"{up}api/{unit.removeprefix('l2lopt.')}.html"
+            page = "cli" if unit == "l2lopt.__main__" else unit.removeprefix("l2lopt.")
+            return f"{up}api/{page}.html"
 
         rows = [f"| {floor} | `{unit}` | {purpose(unit)} |" for unit, floor in table.items()]
         text = "\n".join(["| floor | | |", "|--:|---|---|", *rows])
