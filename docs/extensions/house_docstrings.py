@@ -127,6 +127,8 @@ def _public(name: str, known: Any) -> str | None:
     short = name.rpartition(".")[2]
     if name.startswith("l2lopt.") and f"l2lopt.{short}" in known:
         return f"l2lopt.{short}"  # a public name by the place where it is defined
+    if name.islower() and name.isalpha() and f"l2lopt.{name}" not in known:
+        return None  # a word such as `cache`, which some attribute is called as well
     found = {full for full in known if full.endswith(f".{name}")}
     if len(found) > 1 and f"l2lopt.{name}" in found:
         return f"l2lopt.{name}"
