@@ -1,6 +1,7 @@
 """The directive `floors`: the packages on their floors, from the table in tests/test_floors.py."""
 
 import ast
+import re
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,13 @@ def purpose(unit: str) -> str:
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     doc = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
     return doc.split("\n\n")[0].replace("\n", " ")
+
+
+def pages_of_packages() -> dict[str, str]:
+    """Package → name of the page that describes its modules; `__main__` has none."""
+    pages = Path(__file__).parents[1].glob("api/*.md")
+    found = {page.stem: re.findall(r"^```\{modules\} (\S+)", page.read_text(encoding="utf-8"), re.M) for page in pages}
+    return {package: name for name, packages in found.items() for package in packages}
 
 
 def picture(link: Any) -> str:
@@ -62,11 +70,10 @@ class Floors(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         """The picture as HTML, then the table, which every other output has as well."""
         table = floors()
-        up = "../" * self.env.docname.count("/")
+        up, pages = "../" * self.env.docname.count("/"), pages_of_packages()
 
         def link(unit: str) -> str:
-            page = "cli" if unit == "l2lopt.__main__" else unit.removeprefix("l2lopt.")
-            return f"{up}api/{page}.html"
+            return f"{up}api/{pages.get(unit, 'cli')}.html"
 
         rows = [f"| {floor} | `{unit}` | {purpose(unit)} |" for unit, floor in table.items()]
         text = "\n".join(["| floor | | |", "|--:|---|---|", *rows])
