@@ -103,7 +103,7 @@ def meta_trained(path, stop=math.inf):
     settings = MetaTrainSettings(updates=2, warm_up=0, checkpoint_every=1)
     given = network(), [QUADRATIC], estimators.make("backprop"), settings, UnrollSettings(length=4, truncation=2)
     work = CheckpointFile(path, {"updates": 2})
-    return bits(meta_train(*given, score=lambda _: 0.0, report=report, checkpoint=work).phi)
+    return bits(meta_train(*given, score=lambda _: {"any": 0.0}, report=report, checkpoint=work).phi)
 
 
 def interrupted(work):

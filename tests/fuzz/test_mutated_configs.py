@@ -178,7 +178,7 @@ def first_step(kind, config):
     meta = config.meta.model_copy(update={"updates": 1, "batch": 1, "validate_every": 1, "checkpoint_every": 1})
     pairs = getattr(built.estimator, "pairs", 1)
     if cheap(built.optimisees) and pairs < 5 and sum(p.numel() for p in built.optimiser.parameters()) < 10**5:
-        meta_train(built.optimiser, built.optimisees, built.estimator, meta, unroll, score=lambda _: 0.0)
+        meta_train(built.optimiser, built.optimisees, built.estimator, meta, unroll, score=lambda _: {"any": 0.0})
 
 
 def cheap(problems):

@@ -86,7 +86,13 @@ def test_two_processes_meta_train_as_one(tmp_path):
                 settings = MetaTrainSettings(updates=10, batch=5, validate_every=10)
                 runs = UnrollSettings(length=6, truncation=3)
                 meta_train(
-                    optimiser, problems, estimators.make("blockwise"), settings, runs, score=lambda rule: 0.0, seed=3
+                    optimiser,
+                    problems,
+                    estimators.make("blockwise"),
+                    settings,
+                    runs,
+                    score=lambda _: {"any": 0.0},
+                    seed=3,
                 )
                 return torch.cat([value.detach().flatten() for value in optimiser.phi().values()])
 

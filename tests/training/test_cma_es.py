@@ -58,7 +58,7 @@ def train(
 ):
     cma = CMASettings(**{"population": 5, "sigma": 1e-3} | own.pop("cma", {}))
     settings = MetaTrainSettings(**{"updates": 3, "batch": 2, "cma": cma} | own)
-    kept = {"score": score, "seed": seed, "records": records, "checkpoint": checkpoint}
+    kept = {"score": lambda rule: {"any": score(rule)}, "seed": seed, "records": records, "checkpoint": checkpoint}
     return meta_train(
         rule, [problem], estimator or EvolutionStrategies(), settings, UnrollSettings(length=length), **kept
     )
