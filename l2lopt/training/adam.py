@@ -27,12 +27,13 @@ class Adam(MetaOptimiser):
     Args:
         optimiser: The learned optimiser.
         runs: The inner runs.
-        settings: The rate, its schedule and the largest norm.
+        settings: The rate, its schedule, the largest norm and the decay.
     """
 
     def __init__(self, optimiser: Optimiser, runs: InnerRuns, settings: MetaTrainSettings) -> None:
         self.optimiser, self.runs, self.settings = optimiser, runs, settings
-        self.adam = torch.optim.Adam(optimiser.parameters(), lr=settings.rate)
+        # Without a decay it is Adam, to the bit.
+        self.adam = torch.optim.AdamW(optimiser.parameters(), lr=settings.rate, weight_decay=settings.decay or 0.0)
 
     def step(self, update: int) -> MetaUpdate:
         """The next unroll of every run, and a step along their mean; see `MetaOptimiser`."""

@@ -166,7 +166,10 @@ def test_step_is_noop_for_zero_grads(make, shape):
     assert factors.min() > 0.3
     torch.testing.assert_close(factors, factors.flatten()[0].expand(shape))
     rule = optimizer.rules[optimizer.param_groups[0]["weights"]]
-    decays = getattr(getattr(rule, "rule", rule), "weight_decay", 0.0) or optimizer.param_groups[0]["weight_decay"]
+    decays = (
+        getattr(getattr(rule, "rule", getattr(rule, "harness", rule)), "weight_decay", 0.0)
+        or optimizer.param_groups[0]["weight_decay"]
+    )
     assert bool(decays) != torch.equal(param.detach(), before)
 
 
@@ -190,7 +193,8 @@ def test_rows_of_an_embedding_that_nothing_uses_stay(name):
     shrunk = after[~used][1:] / rows[~used][1:]
     torch.testing.assert_close(shrunk, shrunk[0, 0].expand_as(shrunk))
     assert 0.5 < shrunk[0, 0] < 1.0
-    assert (after[used] - shrunk[0, 0] * rows[used]).abs().min() > 1e-4
+    moved = (after[used] - shrunk[0, 0] * rows[used]).abs().amax(1) > 1e-4
+    assert moved.sum() >= 3  # a row whose units are all off has no gradient either
     torch.testing.assert_close(layer.weight[2].detach() / dead, shrunk[0, 0].expand(4), rtol=0.5, atol=0.0)
     assert (layer.weight[2].detach() / dead).std() < 1e-5
 

@@ -136,6 +136,23 @@ def test_agreement_is_1_for_one_direction_and_a_share_for_noise(given, expected)
     assert agreement(given) == pytest.approx(expected, nan_ok=True)
 
 
+def test_a_decay_pulls_phi_towards_0(quadratic):
+    class Silent(Backprop):
+        """Whose meta-gradient is 0."""
+
+        def __call__(self, *given):
+            found = super().__call__(*given)
+            return found._replace(gradient={name: 0 * value for name, value in found.gradient.items()})
+
+    options = {"updates": 2, "rate": 0.1, "schedule": "constant", "validate_every": 1}
+    for decay, left in ((None, 0.5), (2.0, 0.5 * 0.8**2)):
+        optimiser = LearnedRate(0.5)
+        # The best score is the last one, so that φ is that of the last update.
+        scores = iter([2.0, 1.0, 0.0])
+        train(optimiser, quadratic, Silent(), decay=decay, score=lambda _, scores=scores: next(scores), **options)
+        assert float(optimiser.rate.detach()) == pytest.approx(left)
+
+
 def test_the_agreement_of_a_batch_is_recorded_before_it_is_clipped(quadratic):
     class Known(Backprop):
         values = iter([1.0, -1 / 3] * 4)
