@@ -126,8 +126,8 @@ class MetaTrainSettings(Settings):
     clip: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 1.0
     """The largest norm of the meta-gradient, which is a mean over the steps of an unroll."""
     decay: PositiveFloat | None = None
-    """AdamW's decoupled decay of φ. It pulls a rule whose φ = 0 is its nominal rule back to that where the meta-gradient
-    says nothing; none: Adam."""
+    """AdamW's decoupled decay of φ; none: Adam. A rule whose φ = 0 is its nominal rule is pulled back to that where the
+    meta-gradient says nothing."""
     batch: PositiveInt = 1
     """The number of inner runs whose meta-gradients a meta-update averages; CMA-ES: in which it ranks the members."""
     checkpoint_every: PositiveInt = 10

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from functools import partial
 
 import oracles
@@ -142,7 +143,7 @@ def test_a_decay_pulls_phi_towards_0(quadratic):
 
         def __call__(self, *given):
             found = super().__call__(*given)
-            return found._replace(gradient={name: 0 * value for name, value in found.gradient.items()})
+            return replace(found, gradient={name: 0 * value for name, value in found.gradient.items()})
 
     options = {"updates": 2, "rate": 0.1, "schedule": "constant", "validate_every": 1}
     for decay, left in ((None, 0.5), (2.0, 0.5 * 0.8**2)):
