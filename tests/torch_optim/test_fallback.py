@@ -69,6 +69,22 @@ def test_an_update_that_is_not_finite_brings_in_the_fallback(caplog):
     laws.assert_same(descend(expected, resumed, range(6, 8)), descend(params, optimizer, range(6, 8)))
 
 
+def test_all_groups_with_a_fallback_take_it_together():
+    """Half a model by the rule and half by its fallback would be an optimiser that nobody has tried."""
+    params = list(start().values())
+    groups = [{"params": [param]} for param in params]
+    groups[1]["fallback"] = None
+    optimizer = LearnedOptimizer(groups, LSTM(), fallback="adam")
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step(loss=torch.tensor(1.0))
+    assert not any(group["fallen_back"] for group in optimizer.param_groups)
+    optimizer.step(loss=torch.tensor(math.nan))
+    fallen = [group["fallen_back"] for group in optimizer.param_groups]
+    assert fallen == [number != 1 for number in range(len(params))]
+    assert len(params) > 2
+
+
 def test_the_fallback_survives_gradients_that_are_not_finite():
     params = start()
     optimizer = guarded(params, LSTM())
