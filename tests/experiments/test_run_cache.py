@@ -10,6 +10,7 @@ import optimisees
 from l2lopt.evaluation.free_runs import Curves
 from l2lopt.evaluation.settings import Baseline, EvaluationSettings
 from l2lopt.evaluation.tuned_runs import OptimiserRun, Problems, TunedRun, optimiser_run
+from l2lopt.experiments import run_facts
 from l2lopt.experiments.run_cache import FileCache, file_digest, read_run, write_run
 
 CURVES = Curves(
@@ -109,3 +110,17 @@ def test_a_files_digest_is_that_of_its_content(tmp_path):
     assert file_digest(tmp_path / "none") is None
     (tmp_path / "a").write_bytes(b"abc")
     assert file_digest(tmp_path / "a").startswith("ba7816bf")
+
+
+def test_runs_of_an_installed_class_depend_on_its_release(monkeypatch):
+    """An update of the package may change what its optimiser does."""
+
+    def facts(optimiser):
+        run_facts._versions.cache_clear()
+        return run_facts.run_facts({}, Baseline(optimiser=optimiser, rates=[0.1]))
+
+    foreign, ours = facts("numpy.somewhere:Optimiser"), facts("adam")
+    monkeypatch.setattr(run_facts, "version", lambda _: "0.0.1")
+    assert facts("numpy.somewhere:Optimiser") == foreign | {"version of numpy": "0.0.1"} != foreign
+    assert facts("adam") == ours
+    run_facts._versions.cache_clear()
