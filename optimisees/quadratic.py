@@ -9,6 +9,7 @@ from torch import Tensor
 
 from l2lopt.core.errors import UserError, above_0, at_least_0
 from l2lopt.core.layout import Params
+from l2lopt.core.memory import check_need
 from l2lopt.core.seeding import generator
 from l2lopt.core.types import Aux, Batch
 from l2lopt.optimisee import Optimisee, Split
@@ -45,6 +46,7 @@ class Quadratic(Optimisee):
             raise UserError("quadratic: condition", expected="at least 1, finite", found=found, remedy=remedy)
         self.size, self.dtype, self.device = size, getattr(torch, dtype), device
         self.condition, self.noise = condition, noise
+        check_need(f"quadratic: size = {size}", size**2 * self.dtype.itemsize)  # a size beyond int64, too, is refused
         self._problem = lru_cache(maxsize=64)(self._draw)
 
     def init(self, seed: int) -> tuple[Params, Aux]:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from l2lopt.core.errors import UserError, at_least_0
 from l2lopt.core.layout import Params
+from l2lopt.core.memory import check_need
 from l2lopt.core.seeding import generator
 from l2lopt.core.types import Aux, Batch
 from l2lopt.optimisee import Optimisee, Split
@@ -30,6 +31,7 @@ class Rosenbrock(Optimisee):
             raise UserError("rosenbrock: size", expected="at least 2", found=str(size), remedy="change the value")
         at_least_0("rosenbrock", spread=spread)
         self.size, self.spread, self.dtype, self.device = size, spread, getattr(torch, dtype), device
+        check_need(f"rosenbrock: size = {size}", size * self.dtype.itemsize)
 
     def init(self, seed: int) -> tuple[Params, Aux]:
         """θ [n] near (−1.2, 1, −1.2, 1, …)."""

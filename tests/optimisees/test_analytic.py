@@ -94,3 +94,10 @@ def test_the_entries_of_a_matrix_are_divided_like_samples():
 def test_values_out_of_range_are_refused(build):
     with pytest.raises(UserError):
         build()
+
+
+@pytest.mark.parametrize("problem", [Quadratic, Rosenbrock])
+@pytest.mark.parametrize("size", [10**15, 10**30], ids=["no memory", "beyond int64"])
+def test_a_size_that_no_machine_has_is_refused(problem, size):
+    with pytest.raises(UserError, match=rf"size = {size}: expected at most .* of memory"):
+        problem(size)
