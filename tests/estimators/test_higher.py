@@ -206,6 +206,7 @@ def test_options_out_of_range_are_refused(options):
         estimators.make("higher", **options)
 
 
+@pytest.mark.slow
 def test_the_library_is_imported_on_use_and_without_warnings():
     """In an interpreter of its own, as only the first import compiles; -B and no cache, so that it does."""
     code = """

@@ -112,7 +112,7 @@ def test_a_mistake_ends_in_one_line_and_code_2(tmp_path, config, monkeypatch, ca
     assert "y_test.txt: expected a file of the UCI HAR data set, found none" in err
 
 
-@pytest.mark.parametrize("encoder", ["siamese", "coupled"])
+@pytest.mark.parametrize("encoder", ["siamese", pytest.param("coupled", marks=pytest.mark.slow)])
 def test_an_optimiser_is_meta_trained_on_it(tmp_path, config, encoder):
     settings = {
         "threads": 1,

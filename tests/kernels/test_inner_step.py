@@ -143,6 +143,7 @@ def test_other_compiled_steps_are_the_eager_ones(rule, task):
     assert_agree(RULES[rule](), OPTIMISEES[task](), 20)
 
 
+@pytest.mark.slow
 def test_a_contestant_is_compiled_once_for_all_its_runs(as_recorded):
     """Whatever its rates, horizons and numbers of problems; and the comparison is the eager one."""
     mlp = optimisees.make("mlp", hidden=[3], activation="tanh", dtype="float64")

@@ -31,11 +31,7 @@ FACTORED, STEERED, ORTHOGONALISED = DOUBLES
 
 @pytest.mark.parametrize(
     ("made", "rule"),
-    [
-        pytest.param(made, rule, marks=[pytest.mark.slow] * ((made, rule) != ("FSDP2", FACTORED)))
-        for made in MODELS
-        for rule in DOUBLES
-    ],
+    [pytest.param(made, rule, marks=pytest.mark.slow) for made in MODELS for rule in DOUBLES],
 )
 def test_twenty_steps_give_one_processs_parameters(made, rule):
     processes.run(one_process, 2, made, rule, torch.float64, 20, 1e-7)
