@@ -98,8 +98,8 @@ def build(config: Config, given: Sequence[Optimisee] = ()) -> Experiment:
         made or optimisees.build(choice, device=str(place))
         for made, choice in zip(from_python.matched(given, choices, place), choices, strict=True)
     ]
-    trained_on = [optimisees.build(choice, device=str(place)) for choice in config.trained_on] or problems
-    validated_on = [optimisees.build(choice, device=str(place)) for choice in config.validation.on] or trained_on
+    trained_on = [optimisees.build(choice, device=str(place)) for choice in config.trained_on or ()] or problems
+    validated_on = [optimisees.build(choice, device=str(place)) for choice in config.validation.on or ()] or trained_on
     optimiser = optimisers.build(config.optimiser, optimisers.LEARNED, seed=seed_of("optimiser", config.seed))
     made = registry.build(estimators.ESTIMATORS, "estimator", config.unroll.estimator)
     estimator = registry.checked_kind("estimator", config.unroll.estimator, made, MetaGradientEstimator)

@@ -56,7 +56,7 @@ def problem_name(choice: Choice) -> str:
 class ValidationSettings(Settings):
     """How the best optimiser is picked during meta-training: lower mean log loss at the horizons."""
 
-    on: list[Problem] = Field(default_factory=list)
+    on: list[Problem] | None = Field(default=None, min_length=1)
     """Problems of validation, best of families that meta-training does not see; none: those of meta-training."""
     seeds: PositiveInt = 5
     """Fresh problems, the same at every validation, never those of the evaluation."""
@@ -88,7 +88,7 @@ class Config(_Common):
 
     mixed_with: list[Problem] = Field(default_factory=list)
     """Further problems of meta-training and validation: every run draws one of all, with equal chances."""
-    trained_on: list[Problem] = Field(default_factory=list)
+    trained_on: list[Problem] | None = Field(default=None, min_length=1)
     """Problems of meta-training; none: `optimisee` and `mixed_with`. Where there are some, `optimisee` is only the
     problem on which the optimiser is compared with baselines."""
     optimiser: Choice = "coordinatewise"

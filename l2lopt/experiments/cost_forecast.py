@@ -73,7 +73,7 @@ class Costs(NamedTuple):
         # (high − low) / log(high / low) is the mean of lengths that are drawn log-uniformly.
         steps = min(unroll.truncation or math.inf, (high - low) / math.log(high / low) if high > low else low)
         validations = 2 + (meta.updates - 1) // meta.validate_every
-        problems = validation.seeds * (len(validation.on) or len(config.problems))
+        problems = validation.seeds * (len(validation.on or config.problems))
         horizons = set(validation.horizons)
         each = max(horizons) * self.validated + len(horizons) * self.evaluations[validation.split]
         return meta.updates * meta.batch * steps * self.unrolled + validations * problems * each

@@ -382,8 +382,8 @@ def _work(experiment: build.Experiment) -> dict[str, Any]:
 
 def _alone(config: Config) -> Config:
     """A config with the problem that optimisers are compared on and no other."""
-    validation = config.validation.model_copy(update={"on": []})
-    return config.model_copy(update={"mixed_with": [], "trained_on": [], "validation": validation})
+    validation = config.validation.model_copy(update={"on": None})
+    return config.model_copy(update={"mixed_with": [], "trained_on": None, "validation": validation})
 
 
 def _digest(optimiser: Choice) -> str | None:
