@@ -111,6 +111,12 @@ FACTS: Mapping[str, Fact] = {
     "gradient-size": Fact(
         lambda n: (n.size("grads") / n.memory["usual"] + 1e-8).log().clamp(-3, 3), ("grads",), "usual"
     ),
+    # log of RMS(g) over that of the tensor's first gradient, / 2, in [−3, 3].
+    "gradient-progress": Fact(
+        lambda n: ((n.size("grads") / n.memory["first"].clamp(min=1e-15) + 1e-8).log() / 2).clamp(-3, 3),
+        ("grads",),
+        "first",
+    ),
     # How much of the gradient is signal: log(mean m̂² / mean v̂) / 3 + 1, of two momenta.
     "signal": Fact(lambda n: n.share("momentum", "square"), ("momentum", "square")),
     "slow-signal": Fact(lambda n: n.share("slow", "square"), ("slow", "square")),
@@ -146,7 +152,7 @@ FACTS: Mapping[str, Fact] = {
 }
 """Name → fact. The line above a fact has its equation."""
 USUAL = (
-    *("progress", "length", "gradient-size", "signal", "slow-signal", "alignment", "weight-size"),
+    *("progress", "length", "gradient-size", "gradient-progress", "signal", "slow-signal", "alignment", "weight-size"),
     *("matrix", "embedding", "head", "fan-in"),
 )
 """The facts of a rule that names none. No loss is among them, so that `step()` needs none; nor is the depth,
@@ -187,6 +193,7 @@ def remembered(memory: Params, means: Params) -> Params:
     """The numbers that facts remember, after this step's means are known.
 
     - "usual": the slow running mean of RMS(g), which begins at the first one;
+    - "first": RMS(g) of the first gradient that is not 0;
     - "start": RMS(θ) at the first update;
     - "depth" stays, and "moved", the size of the last update, is for the rule to write.
 
@@ -196,6 +203,9 @@ def remembered(memory: Params, means: Params) -> Params:
     """
     after = dict(memory)
     # No size is 0, so 0 says that there has been none.
+    if "first" in memory:
+        begins = (memory["first"] == 0) & (means["grads"] > 0)
+        after["first"] = torch.where(begins, (means["grads"] + TINY).sqrt(), memory["first"])
     if "usual" in memory:
         size = (means["grads"] + TINY).sqrt()
         after["usual"] = torch.where(memory["usual"] == 0, size, SLOW * memory["usual"] + (1 - SLOW) * size)
