@@ -113,12 +113,16 @@ class Loops:
         own["usual"] = 0.98 * own["usual"] + 0.02 * size if "usual" in own else size
         weight = root_mean_square(theta)
         own.setdefault("start", weight)
+        if any(g):
+            own.setdefault("first", size)
+        progress = math.log(size / own.get("first", size) + 1e-8) / 2
         square = sum(v) / len(v)
         facts = {
             "progress": 2 * self.step / self.total - 1,
             "length": min(max(math.log(self.total) - 5.3, -3), 2),
             "age": math.log(t) / 3 - 1,
             "gradient-size": clamped(math.log(size / own["usual"] + 1e-8), 3),
+            "gradient-progress": clamped(progress, 3),
             "signal": log_share(mean_product(m, m), square),
             "slow-signal": log_share(mean_product(s, s), square),
             "alignment": mean_product(g, m) / (size * root_mean_square(m)) if size else 0.0,
