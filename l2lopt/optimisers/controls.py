@@ -17,6 +17,8 @@ TURNS = {"mix": "adam", "sign": "sign", "slow": "slow"}
 """Control that turns the direction → the direction that it turns to."""
 AWAY = 0.25
 """Largest angle away from the direction that a control turns to."""
+NEAREST = 0.95
+"""Largest share of a bound whose output is asked for: at the bound itself it would be infinite."""
 FLOOR = 1e-6
 """The least mean square of a mixture of directions whose own is 1."""
 
@@ -44,6 +46,14 @@ class Bounds(NamedTuple):
             # Both sides have the derivative 1 at 0, and the second derivative 0.
             return torch.where(output > 0, _limited(output, math.pi / 2), _limited(output, AWAY))
         return _limited(output, math.log(self.step if control == "step" else self.decay))
+
+    def output(self, control: str, value: float) -> float:
+        """The network's output that gives this value of the control "step" or "decay"; as near as its bound allows."""
+        bound = math.log(self.step if control == "step" else self.decay)
+        if math.isinf(bound) or not value:
+            return value
+        share = max(-NEAREST, min(NEAREST, value / bound)) if bound else 0.0
+        return bound * math.atanh(share)
 
     def shares(self, controls: Params, like: Tensor) -> Params:
         """The share of each direction in the mixture, [*batch, tensors].

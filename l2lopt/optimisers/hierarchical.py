@@ -215,18 +215,22 @@ class Hierarchical(Optimiser):
         like, phi = memory["idle"], self.head.weight
         after = facts_module.remembered(memory, means)
         x = facts_module.stated(self.facts, layout, means, after, shared["step"], shared["total_steps"], losses)
-        x = x.to(phi.dtype)
-        if self.embedding is not None:
-            x = affine(self.embedding.bias, (self.embedding.weight, x))
         before = {name: memory[f"cell.{name}"].to(phi.dtype) for name in self.cell.state_sizes}
-        h, cell = self.cell(x, before)
-        outputs = affine(self.head.bias, (self.head.weight, h)).to(like.dtype)
+        outputs, cell = self.respond(x.to(phi.dtype), before)
+        outputs = outputs.to(like.dtype)
         found = torch.stack([self.bounds.bounded(name, o) for name, o in zip(self.controls, outputs, strict=True)])
         after |= {f"cell.{name}": value.to(like.dtype) for name, value in cell.items()}
         if "moved" in memory:
             by_name = dict(zip(self.controls, found, strict=True))
             after["moved"] = rate * self._size(layout, by_name, like)
         return found, after
+
+    def respond(self, x: Tensor, state: CellState) -> tuple[Tensor, CellState]:
+        """The outputs [controls, *batch, tensors] for facts x [facts, *batch, tensors], and the cell's next state."""
+        if self.embedding is not None:
+            x = affine(self.embedding.bias, (self.embedding.weight, x))
+        h, after = self.cell(x, state)
+        return affine(self.head.bias, (self.head.weight, h)), after
 
     def weights(
         self, layout: Layout, products: Mapping[tuple[str, str], Tensor], controls: Params, idle: Tensor

@@ -19,6 +19,7 @@ from l2lopt.storage.checkpoint import Checkpoint, NoCheckpoint, fitting, restori
 from l2lopt.storage.run_log import NoRecords, Recorder
 from l2lopt.training.adam import Adam
 from l2lopt.training.cma_es import CMAES
+from l2lopt.training.imitation import imitate
 from l2lopt.training.inner_runs import InnerRuns
 from l2lopt.training.meta_optimiser import MetaOptimiser, assign
 from l2lopt.training.settings import MetaTrainSettings, UnrollSettings
@@ -122,6 +123,14 @@ def meta_train(
     if loop.validation_due:  # before the first meta-update, or after a validation that was interrupted
         loop.validate()
         save()
+    if settings.imitation is not None and loop.update == 0:
+        figures = imitate(
+            *(optimiser, optimisees, estimator, unroll_settings, settings.imitation),
+            seed=seed,
+            backend=backend,
+            report=report,
+        )
+        records.write("imitation", 0, figures)
     while loop.update < settings.updates:
         figures = loop.step()
         report("meta-train", loop.update, settings.updates, figures)

@@ -110,6 +110,23 @@ class CMASettings(Settings):
         return self.population or 4 + math.floor(3 * math.log(count))
 
 
+class ImitationSettings(Settings):
+    """A warm start for a hierarchical rule: it first learns to say the best constants of step and decay of each run."""
+
+    runs: PositiveInt = 2
+    """The number of runs of each problem on which all constants are tried."""
+    steps: list[PositiveFloat] = Field(default=[0.6, 1.0, 1.8, 3.2], min_length=1)
+    """Factors of the harness's step that are tried."""
+    decays: list[PositiveFloat] = Field(default=[0.25, 1.0, 2.5, 6.0], min_length=1)
+    """Factors of the harness's decay that are tried with each of them."""
+    temperature: PositiveFloat = 0.05
+    """The difference of meta-losses, divided by the steps, that makes a pair of constants weigh e times as much."""
+    updates: PositiveInt = 300
+    """The number of Adam's updates of the regression."""
+    rate: PositiveFloat = 0.01
+    """Adam's rate at the first of them; it falls to 0 along a cosine."""
+
+
 class MetaTrainSettings(Settings):
     """How φ is changed: by Adam along the meta-gradient, or by CMA-ES; and when the optimiser is validated."""
 
@@ -134,6 +151,8 @@ class MetaTrainSettings(Settings):
     """The number of meta-updates between two checkpoints."""
     validate_every: PositiveInt = 40
     """The number of meta-updates between two validations; meta-training ends with the optimiser of the best score."""
+    imitation: ImitationSettings | None = None
+    """A warm start for hierarchical rules that are meta-trained by `es` or `pes`; an empty table will do."""
     cma: CMASettings | None = None
     """CMA-ES in the place of Adam and of all of the above that is Adam's: rate, warm-up, schedule, final and clip. It
     wants whole runs and the estimator `es`; an empty table will do."""
