@@ -15,7 +15,7 @@ from l2lopt.weights import files
 
 from test_experiments import SMALL  # isort: skip
 
-DEMO = str(configs.demo())
+DEMO = str(configs.shipped("digits-coordinatewise.toml"))
 
 
 def called(monkeypatch, capsys, *arguments):

@@ -19,6 +19,7 @@ from l2lopt.core.layout import Layout
 from l2lopt.experiments import config as configs
 from l2lopt.experiments import runs
 
+RECIPE = configs.shipped("digits-coordinatewise.toml")
 SMALL = [
     "optimisee.hidden=[3]",
     "optimiser.hidden_size=4",
@@ -38,11 +39,42 @@ SMALL = [
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "demo"
-    l2lopt.demo(folder, changes=SMALL)
+    l2lopt.meta_train(RECIPE, folder, changes=SMALL)
+    l2lopt.evaluate(folder)
+    l2lopt.plot(folder)
     return folder
 
 
-def test_the_demo_leaves_everything(run):
+SMALL_DEMO = [
+    "optimisee.hidden=[3]",
+    "trained_on=[{name='mlp', hidden=[3]}]",
+    "optimiser.hidden_size=2",
+    "unroll.length=4",
+    "unroll.estimator={name='es', pairs=1, sigma=0.1, shaping='standardised'}",
+    "meta.updates=1",
+    "meta.validate_every=1",
+    "meta.imitation={runs=1, steps=[2.0], decays=[1.0], updates=2}",
+    "validation.horizons=[4]",
+    "validation.seeds=1",
+    "evaluation.seeds=2",
+    "evaluation.steps=4",
+    "evaluation.horizons=[4]",
+    "evaluation.tuning_seeds=1",
+    "evaluation.baselines=[{optimiser='adam', rates=[0.1]}]",
+    "evaluation.multipliers=[]",
+]
+
+
+def test_the_demo_meta_trains_evaluates_and_draws(tmp_path):
+    result, figures = l2lopt.demo(tmp_path / "demo", changes=SMALL_DEMO)
+    assert {row.optimiser for row in result.table} == {"LSTM per tensor", "adam"}
+    assert {path.name for path in figures} >= {"loss-curves.png", "validation.png"}
+    lines = [json.loads(line) for line in (tmp_path / "demo" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["stage"] for line in lines] == ["validation", "imitation", "meta-train", "validation"]
+    assert (tmp_path / "demo" / "figures" / "controls.png").exists()
+
+
+def test_a_run_leaves_everything(run):
     names = {path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file()}
     events = {name for name in names if name.startswith("events.out.tfevents.")}
     assert len(events) == 1
@@ -127,18 +159,18 @@ def test_a_learned_optimiser_loads_and_steps(run):
 def test_an_earlier_run_is_not_overwritten_unasked(run):
     before = (run / "optimiser.safetensors").read_bytes()
     with pytest.raises(UserError, match=r"expected a new or empty folder.*--overwrite"):
-        l2lopt.meta_train(configs.demo(), run, changes=SMALL)
+        l2lopt.meta_train(RECIPE, run, changes=SMALL)
     assert (run / "optimiser.safetensors").read_bytes() == before
 
 
 def test_a_mistake_leaves_no_folder(tmp_path):
     with pytest.raises(UserError):
-        l2lopt.meta_train(configs.demo(), tmp_path / "run", changes=["optimiser.cell=none"])
+        l2lopt.meta_train(RECIPE, tmp_path / "run", changes=["optimiser.cell=none"])
     assert not (tmp_path / "run").exists()
 
 
 def test_runs_are_evaluated_side_by_side(run, tmp_path):
-    other = l2lopt.meta_train(configs.demo(), tmp_path / "other", changes=[*SMALL, "meta.updates=2"])
+    other = l2lopt.meta_train(RECIPE, tmp_path / "other", changes=[*SMALL, "meta.updates=2"])
     result = l2lopt.evaluate(run, other, changes=["evaluation.baselines=[]", "evaluation.multipliers=[]"])
     assert [name for name in result.seconds] == ["learned-lstm", "learned-lstm (other)"]
     assert (run / "evaluation.csv").read_bytes() == (other / "evaluation.csv").read_bytes()
@@ -148,7 +180,7 @@ def test_runs_are_evaluated_side_by_side(run, tmp_path):
 
 
 def test_runs_on_different_problems_are_not_compared(run, tmp_path):
-    other = l2lopt.meta_train(configs.demo(), tmp_path / "other", changes=[*SMALL, "optimisee.hidden=[5]"])
+    other = l2lopt.meta_train(RECIPE, tmp_path / "other", changes=[*SMALL, "optimisee.hidden=[5]"])
     with pytest.raises(UserError, match=r"other: expected the optimisee of .*demo, found another"):
         l2lopt.evaluate(run, other)
 
@@ -164,7 +196,7 @@ def test_a_script_may_pass_a_mapping(tmp_path):
 
 def test_progress_is_reported(tmp_path):
     seen = []
-    l2lopt.meta_train(configs.demo(), tmp_path / "run", changes=SMALL, report=lambda *event: seen.append(event))
+    l2lopt.meta_train(RECIPE, tmp_path / "run", changes=SMALL, report=lambda *event: seen.append(event))
     steps = [(done, total) for stage, done, total, _ in seen if stage == "meta-train"]
     assert steps == [(1, 4), (2, 4), (3, 4), (4, 4)]
     assert all("loss" in figures for stage, *_, figures in seen if stage == "meta-train")
@@ -173,14 +205,14 @@ def test_progress_is_reported(tmp_path):
 @pytest.mark.parametrize("estimator", ["backprop", "blockwise", "pes"])
 def test_a_problem_in_double_precision_is_meta_trained_and_evaluated(tmp_path, estimator):
     changes = [*SMALL, "optimisee.dtype=float64", f"unroll.estimator={estimator}"]
-    folder = l2lopt.meta_train(configs.demo(), tmp_path / "run", changes=changes)
+    folder = l2lopt.meta_train(RECIPE, tmp_path / "run", changes=changes)
     assert l2lopt.evaluate(folder).table
 
 
 def test_problems_of_several_dtypes_are_refused(tmp_path):
     changes = [*SMALL, "mixed_with=[{name='quadratic', dtype='float64'}]"]
     with pytest.raises(UserError, match="optimisees: expected one dtype, found float32, float64"):
-        l2lopt.meta_train(configs.demo(), tmp_path / "run", changes=changes)
+        l2lopt.meta_train(RECIPE, tmp_path / "run", changes=changes)
 
 
 def test_files_of_others_are_left_alone(tmp_path, run):
@@ -189,12 +221,12 @@ def test_files_of_others_are_left_alone(tmp_path, run):
     (own / "config.toml").write_text("mine")
     (own / "figures" / "paper.png").write_text("mine")
     with pytest.raises(UserError, match="expected a new or empty folder, found files that no run has left"):
-        l2lopt.demo(own, changes=SMALL)
+        l2lopt.demo(own, changes=SMALL_DEMO)
     assert (own / "config.toml").read_text() == "mine"
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)
     (copy / "figures" / "paper.png").write_text("mine")
-    l2lopt.meta_train(configs.demo(), copy, changes=SMALL, overwrite=True)
+    l2lopt.meta_train(RECIPE, copy, changes=SMALL, overwrite=True)
     assert [path.name for path in (copy / "figures").iterdir()] == ["paper.png"]
 
 
@@ -202,7 +234,7 @@ def test_a_folder_that_cannot_be_written_in_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file" / "run", Path("/proc/l2lopt")):
         with pytest.raises(UserError, match="expected a folder to write in"):
-            l2lopt.meta_train(configs.demo(), place, changes=SMALL)
+            l2lopt.meta_train(RECIPE, place, changes=SMALL)
 
 
 def test_runs_of_one_name_keep_a_line_each(run, tmp_path):

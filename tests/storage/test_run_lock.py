@@ -83,7 +83,7 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
 @pytest.mark.parametrize("again", [{"resume": True}, {"overwrite": True}, {}])
 @pytest.mark.parametrize("verb", ["train", "meta_train"])
 def test_a_run_under_way_is_left_alone(tmp_path, verb, again):
-    config, changes = (TRAIN, []) if verb == "train" else (configs.demo(), [*SMALL, "meta.updates=2"])
+    config, changes = (TRAIN, []) if verb == "train" else (configs.shipped("digits-coordinatewise.toml"), [*SMALL, "meta.updates=2"])
     run, refused = getattr(l2lopt, verb), []
 
     def report(*_):
@@ -109,6 +109,6 @@ def test_a_lock_left_by_a_kill_is_no_run(tmp_path):
 
 def test_an_evaluation_locks_its_runs(tmp_path):
     changes = [*SMALL, "meta.updates=2"]
-    run = l2lopt.meta_train(configs.demo(), tmp_path / "run", changes=changes)
+    run = l2lopt.meta_train(configs.shipped("digits-coordinatewise.toml"), tmp_path / "run", changes=changes)
     with locked(run), pytest.raises(UserError, match=f"process {os.getpid()} on"):
         l2lopt.evaluate(run)

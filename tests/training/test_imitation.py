@@ -60,10 +60,10 @@ def test_it_says_the_constants_that_are_best_in_plain_loops(problem):
     best = min(losses, key=losses.get)
     assert best != (1.0, 1.0)
     learned = rule()
-    figures = imitate(learned, [problem], es(), UNROLLS, settings(updates=200, runs=1, rate=0.03), seed=0)
+    figures = imitate(learned, [problem], es(), UNROLLS, settings(updates=80, runs=1, rate=0.1), seed=0)
     assert figures["gain"] == pytest.approx(losses[1.0, 1.0] - losses[best], rel=1e-3)
     assert figures["lessons"] == 1
-    assert figures["error"] < 1e-3
+    assert figures["error"] < 0.01
     run = InnerRuns(learned, [problem], es(), UNROLLS, 1, seed_of("imitation", 0, 0))._begin(RunPosition(0, 1))
     phi = {name: value.detach()[None] for name, value in learned.phi().items()}
     steps = list(inner_steps(problem, UNROLLS.targets, run.seed, 0, LENGTH, LENGTH))
