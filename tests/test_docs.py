@@ -48,9 +48,10 @@ def blocks(page, language):
 def commands(code):
     """The command lines of a block of shell that call `l2lopt`, as lists of words from there on."""
     for line in code.replace("\\\n", " ").splitlines():
-        words = shlex.split(line, comments=True)
-        if "l2lopt" in words and words[0] not in ("pip", "export"):
-            yield words[words.index("l2lopt") + 1 :]
+        for part in line.split("&&"):
+            words = shlex.split(part, comments=True)
+            if "l2lopt" in words and words[0] not in ("pip", "export"):
+                yield words[words.index("l2lopt") + 1 :]
 
 
 def check_command(words):
@@ -204,6 +205,7 @@ def test_there_are_eight_tutorials():
 def test_checkers_find_what_is_wrong():
     assert list(fences("```python not run: x\n1\n```\n```{note}\nx\n```\n")) == [("python", "not run: x", "1\n")]
     assert list(commands("torchrun -m -- l2lopt plot runs/a  # a\nls\n")) == [["plot", "runs/a"]]
+    assert list(commands("pip install uv && uv run l2lopt demo  # all\npip install l2lopt\n")) == [["demo"]]
     with pytest.raises(Exception, match="No such option"):
         check_command(["train", "configs/digits-train.toml", "--sett", "a=1"])
     with pytest.raises(Exception, match=r"train\.step"):
