@@ -53,7 +53,7 @@ def missing_figures(text):
         if f"| {value} | {low} % to {high} % |" not in report:
             yield value, low, high
     yield from (value for value in re.findall(r"[−+][\d.]+ %", text) if f"| {value} |" not in report)
-    yield from (count for count in re.findall(r"\b\d+ of \d+\b", text) if count not in report)
+    yield from (found for found in re.findall(r"\b(?:\d+ of \d+\b|\d+\.\d+×)", text) if found not in report)
 
 
 def test_what_is_said_of_the_small_benchmark_is_in_its_report():
