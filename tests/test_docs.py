@@ -48,9 +48,10 @@ def blocks(page, language):
 def commands(code):
     """The command lines of a block of shell that call `l2lopt`, as lists of words from there on."""
     for line in code.replace("\\\n", " ").splitlines():
-        words = shlex.split(line, comments=True)
-        if "l2lopt" in words and words[0] not in ("pip", "export"):
-            yield words[words.index("l2lopt") + 1 :]
+        for part in line.split("&&"):
+            words = shlex.split(part, comments=True)
+            if "l2lopt" in words and words[0] not in ("pip", "export"):
+                yield words[words.index("l2lopt") + 1 :]
 
 
 def check_command(words):
@@ -72,6 +73,16 @@ def check_command(words):
         assert config.find(given["suite"], "suites", "suite").exists()
 
 
+def check_commands(code):
+    """Parses the commands of a block of shell; the runs that they name are made in the current folder."""
+    for words in commands(code):
+        for run in words[1:]:
+            if run.startswith("runs/"):  # which an earlier command would have left
+                Path(run).mkdir(parents=True, exist_ok=True)
+        with patch.dict(os.environ):  # `--data` puts its folder there
+            check_command(words)
+
+
 @pytest.mark.parametrize("page", GUIDES)
 def test_every_block_is_run_or_says_why_not(page):
     for language, rest, code in fences((DOCS / page).read_text(encoding="utf-8")):
@@ -87,12 +98,7 @@ def test_every_block_is_run_or_says_why_not(page):
 def test_commands_parse(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for _, code in blocks(page, "bash"):
-        for words in commands(code):
-            for run in words[1:]:
-                if run.startswith("runs/"):  # which an earlier command would have left
-                    Path(run).mkdir(parents=True, exist_ok=True)
-            with patch.dict(os.environ):  # `--data` puts its folder there
-                check_command(words)
+        check_commands(code)
 
 
 @pytest.mark.parametrize("page", [page for page in GUIDES if blocks(page, "toml")])
@@ -199,6 +205,7 @@ def test_there_are_eight_tutorials():
 def test_checkers_find_what_is_wrong():
     assert list(fences("```python not run: x\n1\n```\n```{note}\nx\n```\n")) == [("python", "not run: x", "1\n")]
     assert list(commands("torchrun -m -- l2lopt plot runs/a  # a\nls\n")) == [["plot", "runs/a"]]
+    assert list(commands("pip install uv && uv run l2lopt demo  # all\npip install l2lopt\n")) == [["demo"]]
     with pytest.raises(Exception, match="No such option"):
         check_command(["train", "configs/digits-train.toml", "--sett", "a=1"])
     with pytest.raises(Exception, match=r"train\.step"):
@@ -245,6 +252,18 @@ def test_the_tables_have_every_key_and_choice(extension):
 )
 def test_prose_of_docstrings_is_protected(written, read, extension):
     assert extension("house_docstrings").protected(written) == read
+
+
+def test_results_are_sections_whose_levels_follow_one_another(extension):
+    results = extension("reference_results")
+    folder = results.FOLDER / "fig3-width16"
+    lines = "\n".join(results.section(folder, "../")).split("\n")
+    levels = [len(line) - len(line.lstrip("#")) for line in lines if line.startswith("#")]
+    assert levels[:2] == [2, 3]
+    assert set(levels) == {2, 3}
+    table = (folder / "table.md").read_text(encoding="utf-8").partition("\n")[0]
+    assert lines.index(table) < lines.index("### What it found")
+    assert results.demoted("# a\n```bash\n# b\n```\n", 2) == "### a\n```bash\n# b\n```\n"
 
 
 def test_indices_stand_beside_accented_letters(extension):

@@ -1,7 +1,7 @@
 """The directive `reference-results`: everything in runs/reference/, as it stands there.
 
-A result is shown by being put there: its `README.md` says how it was made, `table.md` has the numbers, and its pictures
-are shown below. Nothing is retyped.
+A result is shown by being put there: its `README.md` says how it was made, `table.md` has the numbers and stands before
+the README's subsections, and its pictures are shown below. Nothing is retyped.
 """
 
 import re
@@ -15,32 +15,23 @@ from sphinx.util.docutils import SphinxDirective
 FOLDER = Path(__file__).parents[2] / "runs" / "reference"
 ELSEWHERE = {"tasks"}
 """Folders that another page includes."""
-TITLES = {
-    "demo": "The demo",
-    "digits-convnet": "Recipes on a ConvNet for digits",
-    "digits-mlp": "Recipes on a perceptron for digits",
-    "draw-small": "DRAW on MNIST",
-    "har": "Sequence metrics on UCI HAR",
-}
-"""Folder → title, where no README has one."""
 
 
 def section(folder: Path, up: str) -> list[str]:
     """A folder of results as Markdown.
 
     Args:
-        folder: Folder with any of `README.md`, `table.md` and pictures.
+        folder: Folder with a `README.md`, and with a `table.md` and pictures if it has them.
         up: Path from the page's folder to the repository's root.
     """
     base = f"{up}runs/reference/{folder.name}"
-    readme, table = folder / "README.md", folder / "table.md"
-    text = readme.read_text(encoding="utf-8") if readme.exists() else ""
-    title = re.match(r"# (.*)\n", text)
-    name = title[1] if title else TITLES.get(folder.name, folder.name.replace("-", " ").capitalize())
-    body = demoted(text[title.end() :] if title else text)
-    lines = [f"## {name}", "", body, ""]
+    table = folder / "table.md"
+    text = demoted((folder / "README.md").read_text(encoding="utf-8"), 1)
+    head, subsection, rest = text.partition("\n### ")
+    lines = [head, ""]
     if table.exists():
-        lines += [demoted(table.read_text(encoding="utf-8")), ""]
+        lines += [demoted(table.read_text(encoding="utf-8"), 2), ""]
+    lines += [subsection + rest, ""]
     for picture in sorted(folder.rglob("*.png")):
         place = picture.relative_to(folder)
         caption = " ".join(re.split(r"[-/]", place.with_suffix("").as_posix()))
@@ -48,11 +39,12 @@ def section(folder: Path, up: str) -> list[str]:
     return lines
 
 
-def demoted(text: str) -> str:
-    """Markdown whose headings are two levels lower; those inside fenced blocks are code and stay."""
+def demoted(text: str, levels: int) -> str:
+    """Markdown whose headings are some levels lower; those inside fenced blocks are code and stay."""
     parts = re.split(r"(^```.*?^```)", text, flags=re.S | re.M)
     return "".join(
-        re.sub(r"^#", "###", part, flags=re.M) if index % 2 == 0 else part for index, part in enumerate(parts)
+        re.sub(r"^#", "#" * (levels + 1), part, flags=re.M) if index % 2 == 0 else part
+        for index, part in enumerate(parts)
     )
 
 
