@@ -329,7 +329,8 @@ def publish(run: str | Path, path: str | Path, **facts: Any) -> Path:
         run: Folder that `meta_train` has left.
         path: Path of the file.
         facts: Further facts, anything JSON can say; "seconds" are those of the meta-training, "comparisons" are tables
-            of problems by their label, lines as in `evaluation.json`.
+            of problems by their label, lines as in `evaluation.json`. `weights.card.model_card` shows these, and
+            "license", "benchmark", "failures" and "safe_range".
 
     Raises:
         UserError: For a folder without a run, or damaged files.
