@@ -49,7 +49,7 @@ def model_card(weights: str | Path, repo: str = "owner/name") -> str:
             "Tasks seen": [*_tasks(training)],
             "Cost": [cost(training) or "Not recorded."],
             "Comparisons": [*_comparisons(training)],
-            "Known failures": [*_failures(training)],
+            "Known failures": [*_failures(training, rule_name(header["optimiser"]))],
             "Safe range": [_safe_range(training)],
         }
         texts = [text for head, part in parts.items() for text in ([f"## {head}"] if head else []) + part]
@@ -136,17 +136,25 @@ def _comparisons(training: Mapping[str, Any]) -> Iterator[str]:
         yield "None recorded: compare it on problems of your own before you trust it, with `l2lopt benchmark`."
 
 
-def _failures(training: Mapping[str, Any]) -> Iterator[str]:
-    """The author's sentences, and each problem on which a learned optimiser has lost or diverged."""
+def _failures(training: Mapping[str, Any], rule: str) -> Iterator[str]:
+    """The author's sentences, and each problem on which the rule has lost or diverged.
+
+    A comparison may have other learned optimisers, too: where one row has the rule's name, it is the one that counts.
+    """
     lines = [f"- {text}" for text in _texts(training.get("failures", []))]
     for label, rows in training.get("comparisons", {}).items():
-        for name in dict.fromkeys(row["optimiser"] for row in rows if row["kind"] == "learned"):
+        names = list(dict.fromkeys(row["optimiser"] for row in rows if row["kind"] == "learned"))
+        own = [name for name in names if name.partition(", ")[0].lower() in (rule, training.get("label"))]
+        for name in own or names:
             mine = [row for row in rows if row["optimiser"] == name]
-            behind = [row for row in mine if (row.get("difference_low") or 0) > 0]
-            where = ", ".join(f"{row['split']} loss at step {row['horizon']:,}" for row in behind)
+            behind: dict[str, list[str]] = {}
+            for row in mine:
+                if (row.get("difference_low") or 0) > 0:
+                    behind.setdefault(row["split"], []).append(f"{row['horizon']:,}")
+            where = " and ".join(f"{split} loss (step {', '.join(steps)})" for split, steps in behind.items())
             lost = max(row.get("diverged", 0) for row in mine)
             said = [f"behind the best tuned baseline in {where}"] if behind else []
-            said += [f"up to {lost} runs above their first loss"] if lost else []
+            said += [f"up to {lost} runs ended above their first loss"] if lost else []
             lines += [f"- {label}, {name}: {'; '.join(said)}."] if said else []
     yield "\n".join(lines) if lines else "None recorded, which does not say that there are none."
 

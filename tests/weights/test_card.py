@@ -64,7 +64,7 @@ def test_the_text_says_what_the_header_of_the_file_knows(card):
     assert found["Tasks seen"] == "- mlp: hidden [20]\n- rosenbrock"
     assert found["Cost"] == "1,500 meta-updates, 60 seconds"
     assert "| adam | inf |" in found["Comparisons"]
-    said = "behind the best tuned baseline in test loss at step 1,000; up to 2 runs above their first loss."
+    said = "behind the best tuned baseline in test loss (step 1,000); up to 2 runs ended above their first loss."
     assert found["Known failures"] == f"- digits | MLP, mine: {said}"
     assert found["Safe range"].startswith("Meta-trained on runs of 100 to 500 steps")
     assert "validations of 50 steps" in found["Safe range"]
@@ -83,6 +83,13 @@ def test_what_is_not_known_is_said_to_be_so(card):
     assert found["Tasks seen"] == found["Cost"] == "Not recorded."
     assert found["Comparisons"].startswith("None recorded")
     assert found["Known failures"].startswith("None recorded")
+
+
+def test_failures_are_those_of_the_rule_where_a_row_has_its_name(card):
+    rows = [ROW | {"optimiser": "IHC-LSTM"}, ROW | {"optimiser": "LSTM"}]
+    found = sections(card(comparisons={"digits": rows})[1])["Known failures"]
+    assert "IHC-LSTM: behind" in found
+    assert found.count("\n") == 0
 
 
 @pytest.mark.parametrize("name", files.list_weights())
