@@ -151,5 +151,7 @@ def write_figure(figure: Figure, folder: Path, name: str) -> list[Path]:
         with written_whole(path) as temporary:
             metadata = {"Date": None} if path.suffix == ".svg" else None
             figure.savefig(temporary, dpi=160, metadata=metadata)
+        # Where there is a layout engine, its places hold for both files: working them out is half of the time.
+        figure.set_layout_engine("none")
     plt.close(figure)
     return paths
