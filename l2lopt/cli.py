@@ -234,18 +234,13 @@ def weights(
 
 def _show_weights(name: str, header: Mapping[str, Any], whole: bool) -> None:
     """What a file of weights is and what it cost; its comparisons as well where the `whole` is asked for."""
-    rule, training = header["optimiser"], header["training"]
-    kind = rule.get("cell", "lstm") if rule["name"] == "coordinatewise" else rule["name"]
-    cost = [f"{training[key]:,.0f} {what}" for key, what in _COSTS.items() if key in training]
-    say(f"{name}: {kind}; {', '.join(cost)}")
+    from l2lopt.weights import card
+
+    training = header["training"]
+    say(f"{name}: {card.rule_name(header['optimiser'])}; {card.cost(training)}", wrapped=True)
     for label, rows in (training.get("comparisons", {}) if whole else {}).items():
-        from l2lopt.evaluation import tables  # half a second that the list of names has no use for
-
-        for table in tables.published_tables(label, rows):
+        for table in card.comparison_tables(label, rows):
             print_table(table)
-
-
-_COSTS = {"meta_updates": "meta-updates", "inner_steps": "inner steps", "seconds": "seconds"}
 
 
 @app.command()

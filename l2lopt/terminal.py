@@ -90,7 +90,8 @@ def print_table(table: "Table") -> None:
 
     shown = rich.table.Table(title=escape(printable(table.title)) or None, title_justify="left")
     for number, column in enumerate(table.columns):
-        shown.add_column(escape(printable(column)), justify="right" if number else "left")
+        # Folded: a word that is longer than its column would lose its end.
+        shown.add_column(escape(printable(column)), justify="right" if number else "left", overflow="fold")
     for row in table.rows:
         parts = ([(printable(text), "bold" if bold else "") for text, bold in spans(cell)] for cell in row)
         shown.add_row(*(Text.assemble(*own) for own in parts))
@@ -105,6 +106,11 @@ def list_files(paths: list[Path]) -> None:
         say(os.fspath(path))
 
 
-def say(text: str) -> None:
-    """A text as it is: what looks like markup is none, and control characters do not reach the terminal."""
-    console.print(printable(text, but="\n\t"), markup=False, highlight=False, soft_wrap=True)
+def say(text: str, *, wrapped: bool = False) -> None:
+    """A text as it is: what looks like markup is none, and control characters do not reach the terminal.
+
+    Args:
+        text: Text.
+        wrapped: Whether lines are broken between words at the terminal's width; paths and messages are to stay whole.
+    """
+    console.print(printable(text, but="\n\t"), markup=False, highlight=False, soft_wrap=not wrapped)

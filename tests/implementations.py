@@ -198,6 +198,7 @@ OPTIMISERS = {
         for rule in rules.RULES
         for cell in ("lstm", "ihc-lstm")
     },
+    "small-fc": lambda: seeded(optimisers.SmallFC(hidden_size=3, step_scale=0.1)),
     "hierarchical": hierarchical,
     "hierarchical without facts of θ": partial(hierarchical, *OF_PARAMS, cell="none"),
     "hierarchical with every mixture": partial(hierarchical, *OF_PARAMS, cell="gru", controls=CONTROLS[:-1]),
@@ -224,7 +225,7 @@ def means_of_params(label: str) -> bool:
 
 
 MANY = [label for label in OPTIMISERS if "every input" in label][1:]
-MANY += [label for label in OPTIMISERS if label.startswith("hierarchical")]
+MANY += [label for label in OPTIMISERS if label.startswith(("hierarchical", "small-fc"))]
 """So many that the tests of all but the first are slow ones."""
 
 

@@ -14,6 +14,7 @@ from l2lopt.evaluation.benchmark_tables import rivals, step_ratios
 from l2lopt.evaluation.standings import Competitor, Standings
 from l2lopt.report import benchmark_figures as figures
 from l2lopt.report.benchmark_figures import Curve, LossPanel, Profile, ProfilePanel
+from l2lopt.report.names import proper_names
 from l2lopt.report.panels import Drawn
 from l2lopt.report.style import Line, lines_of
 from l2lopt.storage.run_log import write_text
@@ -54,6 +55,11 @@ def line_styles(result: BenchmarkResult) -> dict[str, Line]:
     return lines_of(dict(sorted(kinds.items(), key=lambda item: order.index(item[1]))))
 
 
+def _proper(result: BenchmarkResult) -> dict[str, str]:
+    """Optimiser → name in figures."""
+    return proper_names(dict.fromkeys(run.optimiser for run in result.runs), result.proper)
+
+
 def shown(standings: Standings, league: League) -> list[Competitor]:
     """The field of a league, without its last baselines where there are more than `MOST_CURVES` competitors.
 
@@ -82,7 +88,7 @@ def draw_losses(standings: Standings, field: Sequence[Competitor], folder: Path,
         folder: Folder of the files.
         name: Name of the files without their endings.
     """
-    lines = line_styles(standings.result)
+    lines, names = line_styles(standings.result), _proper(standings.result)
     panels, remarks, rows = [], [], []
     for task in standings.result.tasks:
         curves, begin = [], torch.inf
@@ -94,7 +100,8 @@ def draw_losses(standings: Standings, field: Sequence[Competitor], folder: Path,
             steps, matrix = (found.numpy() for found in scores.loss_matrix(losses))
             begin = min(begin, float(scores.beginning(losses, run.first).mean()))
             count = int(scores.diverged(losses, run.first).sum())
-            curves.append(Curve(entry.label, lines[entry.optimiser], steps, matrix, count))
+            label = f"{names[entry.optimiser]}, {entry.league}"
+            curves.append(Curve(label, lines[entry.optimiser], steps, matrix, count))
             columns = (steps, curves[-1].mean, *curves[-1].band)
             facts = task.name, entry.optimiser, entry.league
             rows += [(*facts, int(step), *map(_short, rest)) for step, *rest in zip(*columns, strict=True)]
@@ -104,7 +111,7 @@ def draw_losses(standings: Standings, field: Sequence[Competitor], folder: Path,
         remarks.append(f"{task.family}, {task.split}; {scale}" + (f"; diverged: {lost}" if lost else ""))
     drawn = figures.loss_panels(panels, folder, name)
     heads = ("task", "optimiser", "league", "step", "mean", "low", "high")
-    legend = {entry.label: lines[entry.optimiser] for entry in field}
+    legend = {f"{names[entry.optimiser]}, {entry.league}": lines[entry.optimiser] for entry in field}
     data = _write(folder, name, heads, rows)
     return Drawing(name, drawn, data, legend, [task.name for task in standings.result.tasks], remarks)
 
@@ -120,10 +127,10 @@ def draw_profiles(standings: Standings, field: Sequence[Competitor], folder: Pat
         folder: Folder of the files.
         name: Name of the files without their endings.
     """
-    tasks, lines = standings.targeted, line_styles(standings.result)
+    tasks, lines, names = standings.targeted, line_styles(standings.result), _proper(standings.result)
     if not tasks:
         return None
-    target = standings.result.target_optimiser
+    target = names.get(standings.result.target_optimiser, standings.result.target_optimiser)
     speeds = {entry: standings.speed_ups(entry) for entry in field}
     final = {entry: standings.normalised(entry, tasks) for entry in field}
     draws = standings.draws(len(tasks))
@@ -134,7 +141,7 @@ def draw_profiles(standings: Standings, field: Sequence[Competitor], folder: Pat
     by_speed, by_loss = [], []
     for entry in field:
         found, again = speeds[entry]
-        style = entry.label, lines[entry.optimiser]
+        style = f"{names[entry.optimiser]}, {entry.league}", lines[entry.optimiser]
         by_speed.append(_profile(style, found, again, torch.from_numpy(rates)))
         again = scores.drawn(final[entry], draws).flatten(1)
         # A profile counts what is at or above a threshold, and of losses less is better.
@@ -144,14 +151,14 @@ def draw_profiles(standings: Standings, field: Sequence[Competitor], folder: Pat
         ProfilePanel("share of runs at most so high", "normalised final loss", levels, by_loss, 0, False),
     ]
     rows = [
-        (panel.title, profile.label, *map(_short, numbers))
+        (panel.title, entry.label, *map(_short, numbers))
         for panel in panels
-        for profile in panel.profiles
+        for entry, profile in zip(field, panel.profiles, strict=True)
         for numbers in zip(panel.thresholds, profile.share, profile.low, profile.high, strict=True)
     ]
     drawn = figures.profiles(panels, folder, name)
     data = _write(folder, name, ("panel", "optimiser", "threshold", "share", "low", "high"), rows)
-    legend = {entry.label: lines[entry.optimiser] for entry in field}
+    legend = {profile.label: profile.line for profile in by_speed}
     remarks = [f"{len(tasks)} tasks", f"{len(tasks)} tasks × {standings.result.seeds} seeds"]
     return Drawing(name, drawn, data, legend, [panel.title for panel in panels], remarks)
 
@@ -164,12 +171,13 @@ def draw_step_times(standings: Standings, folder: Path, name: str) -> Drawing | 
         folder: Folder of the files.
         name: Name of the files without their endings.
     """
-    found, lines = step_ratios(standings), line_styles(standings.result)
+    found, names = step_ratios(standings), _proper(standings.result)
     if not found:
         return None
-    ratios = {label: [ratio for _, ratio in by_task.values()] for label, by_task in found.items()}
-    axis = f"over that of {standings.result.target_optimiser}"
-    drawn = figures.step_times(ratios, lines, folder, name, axis)
+    lines = {names[label]: line for label, line in line_styles(standings.result).items()}
+    ratios = {names[label]: [ratio for _, ratio in by_task.values()] for label, by_task in found.items()}
+    target = standings.result.target_optimiser
+    drawn = figures.step_times(ratios, lines, folder, name, f"times {names.get(target, target)}")
     rows = [
         (label, task, _short(seconds), _short(ratio))
         for label, by_task in found.items()

@@ -93,6 +93,7 @@ class BenchmarkResult:
         step_seconds: Task → optimiser → time of one step, measured apart from the runs on a quiet machine; may be
             empty.
         environment: Facts for readers, such as the processor, the versions and the command, none of them a date.
+        proper: Optimiser → name in figures, of those that have one beside the name in the tables.
 
     Raises:
         UserError: For a name that stands twice, a run of an unknown task, or losses of other seeds or steps.
@@ -115,6 +116,7 @@ class BenchmarkResult:
     target_optimiser: str = "adamw"
     step_seconds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
+    proper: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         names = [task.name for task in self.tasks]
@@ -143,6 +145,7 @@ class BenchmarkResult:
             "seeds": self.seeds,
             "target_optimiser": self.target_optimiser,
             "environment": dict(self.environment),
+            "proper": dict(self.proper),
             "step_seconds": {
                 task: {name: _or_none(seconds) for name, seconds in found.items()}
                 for task, found in self.step_seconds.items()
@@ -170,6 +173,7 @@ class BenchmarkResult:
                 for task, found in facts["step_seconds"].items()
             }
             rest = {name: facts[name] for name in ("suite", "seeds", "target_optimiser", "environment")}
+            rest["proper"] = dict(facts.get("proper", {}))  # older files do not have it
             return cls(tasks=tasks, runs=tuple(map(_run_of, facts["runs"])), step_seconds=timed, **rest)
         except (KeyError, TypeError, AttributeError) as error:
             raise _mistake("the result of a benchmark", f"{type(error).__name__}: {error}") from None

@@ -62,6 +62,7 @@ class Evaluation:
         seconds: Optimiser → seconds of one inner step on one problem.
         warnings: Rates that are an end of their grid.
         cut: Optimisers whose curves are made of several runs, one after another.
+        proper: Optimiser → name in figures, of those that have one beside that in the tables.
     """
 
     rows: list[Row]
@@ -70,6 +71,7 @@ class Evaluation:
     seconds: dict[str, float] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     cut: list[str] = field(default_factory=list)
+    proper: dict[str, str] = field(default_factory=dict)
 
 
 def evaluate(
@@ -111,7 +113,9 @@ def evaluate(
     if any(len(contestant.rates) > 1 for contestant in entered):
         check_heldout(optimisee, "evaluation")
     problems = Problems(optimisee, settings, seed, report)
-    return compare({contestant.name: optimiser_run(contestant, problems) for contestant in entered}, horizons)
+    result = compare({contestant.name: optimiser_run(contestant, problems) for contestant in entered}, horizons)
+    result.proper.update(proper_names(settings))
+    return result
 
 
 def tunes(settings: EvaluationSettings, learned: bool = True) -> bool:
@@ -119,6 +123,11 @@ def tunes(settings: EvaluationSettings, learned: bool = True) -> bool:
     return any(len(baseline.rates) > 1 for baseline in settings.baselines) or (
         learned and len(settings.multipliers) > 1
     )
+
+
+def proper_names(settings: EvaluationSettings) -> dict[str, str]:
+    """Baseline → name in figures."""
+    return {baseline.name: baseline.proper_name for baseline in settings.baselines}
 
 
 def rows_of(name: str, optimiser: Optimiser | OptimizerFactory, settings: EvaluationSettings) -> list[Contestant]:

@@ -13,6 +13,7 @@ from l2lopt.core import registry
 from l2lopt.core.errors import UserError
 from l2lopt.core.registry import Choice
 from l2lopt.core.settings import Settings, Split
+from l2lopt.report.names import proper_name
 
 if TYPE_CHECKING:
     from l2lopt.evaluation.contestants import Contestant, Runner
@@ -43,6 +44,15 @@ class Baseline(Settings):
         """Its name in the results."""
         choice = {"name": self.optimiser} if isinstance(self.optimiser, str) else self.optimiser
         return self.label or str(choice.get("name") or choice.get("weights"))
+
+    @property
+    def proper_name(self) -> str:
+        """Its name in figures, which says the schedule as well: "AdamW, warm-up + cosine"."""
+        if self.label:
+            return proper_name(self.label)
+        nesterov = self.name == "momentum" and not isinstance(self.optimiser, str) and self.optimiser.get("nesterov")
+        own = "Nesterov momentum" if nesterov else proper_name(self.name)
+        return own + (", warm-up + cosine" if self.schedule == "cosine" else "")
 
     def contestant(self) -> "Contestant":
         """Its part in a comparison."""

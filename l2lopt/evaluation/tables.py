@@ -1,7 +1,6 @@
 """The tables that show a comparison."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from l2lopt.evaluation.comparison import Comparison, Evaluation
 from l2lopt.evaluation.settings import SPLITS
@@ -67,23 +66,3 @@ def loss_table(result: Evaluation, split: str) -> Table:
             rows.append(("  less the best baseline", *paired))
     heads = ("optimiser", *(f"step {horizon}" for horizon in horizons))
     return Table(heads, tuple(rows), title=f"{split} loss, mean nats per sample")
-
-
-def published_tables(label: str, lines: Sequence[Mapping[str, Any]]) -> list[Table]:
-    """The mean losses of a comparison that was written to a file, a table for each split, which fits a terminal.
-
-    Args:
-        label: Problem's name.
-        lines: Lines of the comparison, as in `evaluation.json`.
-    """
-    # JSON has no number for the mean of runs that diverged: the file has null.
-    found = {(line["optimiser"], line["split"], line["horizon"]): line["mean"] for line in lines}
-    means = {place: "inf" if mean is None else f"{mean:.3g}" for place, mean in found.items()}
-    names = dict.fromkeys(line["optimiser"] for line in lines)
-    tables = []
-    for split in dict.fromkeys(line["split"] for line in lines):
-        horizons = list(dict.fromkeys(line["horizon"] for line in lines if line["split"] == split))
-        rows = tuple((name, *(means.get((name, split, horizon), "") for horizon in horizons)) for name in names)
-        heads = ("optimiser", *(f"step {horizon:,}" for horizon in horizons))
-        tables.append(Table(heads, rows, title=f"{label}: {split} loss, mean nats per sample"))
-    return tables

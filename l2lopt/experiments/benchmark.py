@@ -92,7 +92,9 @@ def benchmark(
         processes.on_first(lambda: held.enter_context(locked(home)))
         infos, runs, seconds = benchmark_jobs.make_runs(plan, jobs, report)
         known = benchmark_jobs.environment()
-        result = BenchmarkResult(name, asked.seeds, tuple(infos), tuple(runs), step_seconds=seconds, environment=known)
+        proper = {one.name: one.proper_name for one in asked.competitors}
+        facts: dict[str, Any] = {"step_seconds": seconds, "environment": known, "proper": proper}
+        result = BenchmarkResult(name, asked.seeds, tuple(infos), tuple(runs), **facts)
         processes.on_first(lambda: _write(result, home))
     return result
 

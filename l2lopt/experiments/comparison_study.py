@@ -202,7 +202,9 @@ def _compared(location: StudyLocation, problem: int) -> JobResult:
     config = comparison_jobs.config_of(location, Job(problem, 0, None))
     for index, baseline in enumerate(config.evaluation.baselines):
         (runs[baseline.name],) = comparison_jobs.required_runs(location, Job(problem, index, None))
-    return JobResult(comparison.compare(runs, config.evaluation.checked_horizons()), by_label)
+    result = comparison.compare(runs, config.evaluation.checked_horizons())
+    result.proper.update(comparison.proper_names(config.evaluation))
+    return JobResult(result, by_label)
 
 
 def _mean_run(runs: Sequence[OptimiserRun]) -> OptimiserRun:

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -15,6 +16,7 @@ import optimisees
 from l2lopt.core.errors import UserError
 from l2lopt.core.registry import Choice
 from l2lopt.evaluation.comparison import Evaluation
+from l2lopt.evaluation.evaluation_board import write_evaluation_board
 from l2lopt.evaluation.tuned_runs import choice_facts
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import TrainConfig
@@ -36,6 +38,7 @@ _FILES = (
     MODEL,
     "result.json",
     "events.out.tfevents.*",
+    "tensorboard/**/events.out.tfevents.*",
     "figures/loss-curves.*",
     "figures/training-curve.*",
     CONTROLS,
@@ -142,7 +145,7 @@ def saved(folder: Path, what: str) -> tuple[Choice, SavedRun]:
 
 
 def evaluation_summary(path: Path) -> Mapping[str, Any]:
-    """The "table", the "horizons" and the "cut" curves of an `evaluation.json`.
+    """The "table", the "horizons", the "cut" curves and the "proper" names of an `evaluation.json`.
 
     Raises:
         UserError: For a missing or damaged file.
@@ -152,8 +155,10 @@ def evaluation_summary(path: Path) -> Mapping[str, Any]:
     try:
         read = json.loads(path.read_text(encoding="utf-8"))
         cut = None if "cut" not in read else list(map(str, read["cut"]))  # older files do not say it
-        return {"table": [dict(row) for row in read["table"]], "horizons": list(map(int, read["horizons"])), "cut": cut}
-    except (ValueError, KeyError, TypeError):
+        proper = {name: str(value) for name, value in read.get("proper", {}).items()}
+        table, horizons = [dict(row) for row in read["table"]], list(map(int, read["horizons"]))
+        return {"table": table, "horizons": horizons, "cut": cut, "proper": proper}
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(str(path), expected="an evaluation's summary", found="damage", remedy=remedy) from None
 
 
@@ -169,8 +174,8 @@ def draw_evaluation(folder: Path, title: str) -> list[Path]:
     """
     bands = figures.read(folder / "evaluation.csv")
     summary = evaluation_summary(folder / "evaluation.json")
-    cuts = {"breaks": summary["horizons"], "cut": summary["cut"]}
-    return figures.loss_curves(bands, folder / "figures", title=title, **cuts)
+    said = {"breaks": summary["horizons"], "cut": summary["cut"], "proper": summary["proper"]}
+    return figures.loss_curves(bands, folder / "figures", title=title, **said)
 
 
 def draw_meta_training(folder: Path, title: str) -> list[Path]:
@@ -196,6 +201,14 @@ def draw_meta_training(folder: Path, title: str) -> list[Path]:
     return paths
 
 
+def leave_evaluation(folder: Path, result: Evaluation) -> None:
+    """Leaves an evaluation in a run's folder: its files, its figure, and both for TensorBoard."""
+    write_evaluation(folder, result)
+    paths = draw_evaluation(folder, folder.name)
+    shutil.rmtree(folder / "tensorboard", ignore_errors=True)
+    write_evaluation_board(result, folder / "tensorboard", paths)
+
+
 def write_evaluation(folder: Path, result: Evaluation) -> None:
     """Writes `evaluation.csv` and `evaluation.json` (table, chosen rates, warnings)."""
     with (
@@ -212,5 +225,6 @@ def write_evaluation(folder: Path, result: Evaluation) -> None:
         "seconds_per_step_and_seed": result.seconds,
         "warnings": result.warnings,
         "cut": result.cut,
+        "proper": result.proper,
     }
     write_json(folder / "evaluation.json", summary)

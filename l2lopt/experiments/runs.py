@@ -24,7 +24,7 @@ from l2lopt.experiments.run_folder import (
     draw_evaluation,
     draw_meta_training,
     evaluation_summary,
-    write_evaluation,
+    leave_evaluation,
 )
 from l2lopt.optimisee import Optimisee
 from l2lopt.optimisers import Optimiser
@@ -131,8 +131,8 @@ def evaluate(
 ) -> Evaluation:
     """Compares the learned optimisers of one or more runs with tuned baselines, all on the same fresh problems.
 
-    Leaves `evaluation.csv` and `evaluation.json` (table, chosen rates, warnings) in every run's folder. Started by
-    `torchrun`, its processes share out the problems.
+    Leaves `evaluation.csv`, `evaluation.json` (table, chosen rates, warnings) and `figures/loss-curves` in every run's
+    folder, and the same for TensorBoard in `tensorboard/`. Started by `torchrun`, its processes share out the problems.
 
     Args:
         runs: Folders that `meta_train` left; several must agree on optimisee, seed and evaluation.
@@ -185,7 +185,7 @@ def evaluate(
                 learned, first.optimisee, settings[0].evaluation, seed=settings[0].seed, report=report
             )
         for folder in folders if processes.rank() == 0 else ():
-            write_evaluation(folder, result)
+            leave_evaluation(folder, result)
     return result
 
 
@@ -329,7 +329,8 @@ def publish(run: str | Path, path: str | Path, **facts: Any) -> Path:
         run: Folder that `meta_train` has left.
         path: Path of the file.
         facts: Further facts, anything JSON can say; "seconds" are those of the meta-training, "comparisons" are tables
-            of problems by their label, lines as in `evaluation.json`.
+            of problems by their label, lines as in `evaluation.json`. `weights.card.model_card` shows these, and
+            "license", "benchmark", "failures" and "safe_range".
 
     Raises:
         UserError: For a folder without a run, or damaged files.

@@ -18,6 +18,7 @@ from l2lopt.optimisers.normalised_muon import NormalisedMuon
 from l2lopt.optimisers.rates import Rate
 from l2lopt.optimisers.rules import RULES, UpdateRule
 from l2lopt.optimisers.schedules import Schedule, Scheduled
+from l2lopt.optimisers.small_fc import SmallFC
 
 
 def scheduled(
@@ -42,7 +43,11 @@ def scheduled(
     return Scheduled(inner, shape, warm_up, total, final)
 
 
-LEARNED: Mapping[str, Callable[..., Optimiser]] = {"coordinatewise": coordinatewise, "hierarchical": hierarchical}
+LEARNED: Mapping[str, Callable[..., Optimiser]] = {
+    "coordinatewise": coordinatewise,
+    "hierarchical": hierarchical,
+    "small-fc": SmallFC,
+}
 HAND_DESIGNED: Mapping[str, Callable[..., Optimiser]] = {
     "sgd": SGD,
     "momentum": Momentum,
@@ -99,6 +104,7 @@ __all__ = [
     "Optimiser",
     "Rate",
     "Scheduled",
+    "SmallFC",
     "UpdateRule",
     "adam",
     "build",

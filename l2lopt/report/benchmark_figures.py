@@ -10,7 +10,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from l2lopt.report.interval import half_width
 from l2lopt.report.panels import Drawn, Margins, Sheet, note, plain, sheet_style, title
-from l2lopt.report.style import Line
+from l2lopt.report.style import Line, bands_of, even_steps, log_steps
 
 BANDED_SEEDS = 5
 """Seeds from which a band of Student's t is drawn; with fewer the runs themselves are."""
@@ -122,18 +122,18 @@ def loss_panels(panels: Sequence[LossPanel], folder: Path, name: str) -> Drawn:
     """
     with sheet_style():
         legend = {curve.label: curve.line for panel in panels for curve in panel.curves}
-        sheet = Sheet(len(panels), 4, (3.2, 2.6), legend)
+        told = bands_of(max((curve.seeds for panel in panels for curve in panel.curves), default=1), BANDED_SEEDS)
+        sheet = Sheet(len(panels), 4, (3.2, 2.6), legend, caption=f"{told}; cross: a run is no longer finite")
         for axes, panel in zip(sheet.axes, panels, strict=True):
             low, high, linear = limits(panel)
             for index, curve in enumerate(panel.curves):
                 _draw_curve(axes, curve, index, linear)
-            scale = "linear" if linear else "log"
-            axes.set(xscale=scale, yscale=scale, ylim=(low, high), xlabel="step")
-            axes.set_xlim(0 if linear else 1, max(float(curve.steps[-1]) for curve in panel.curves))
-            axes.yaxis.set_major_formatter(FuncFormatter(_short))
-            axes.xaxis.set_major_formatter(FuncFormatter(_thousands))
+            last = max(float(curve.steps[-1]) for curve in panel.curves)
+            axes.set(yscale="linear" if linear else "log", ylim=(low, high), xlabel="step")
+            even_steps(axes, last) if linear else log_steps(axes, last)
             if not linear:
                 _mark_few(axes, low, high)
+            axes.yaxis.set_major_formatter(FuncFormatter(_short))
             axes.grid(True, which="major", color="#CCCCCC", linewidth=0.5)
             title(axes, panel.title)
             lost = [f"{curve.label} {curve.diverged}/{curve.seeds}" for curve in panel.curves if curve.diverged]
@@ -182,7 +182,8 @@ def profiles(panels: Sequence[ProfilePanel], folder: Path, name: str) -> Drawn:
     """
     with sheet_style():
         legend = {profile.label: profile.line for panel in panels for profile in panel.profiles}
-        sheet = Sheet(len(panels), 2, (3.4, 2.9), legend)
+        told = "band: 95 % bootstrap interval over seeds, at each threshold by itself"
+        sheet = Sheet(len(panels), 2, (3.4, 2.9), legend, caption=told)
         for axes, panel in zip(sheet.axes, panels, strict=True):
             for index, profile in enumerate(panel.profiles):
                 band, colour = (profile.low, profile.high), profile.line.colour
@@ -216,7 +217,8 @@ def step_times(
     with sheet_style():
         shown = {plain(name, 30): (values, lines[name]) for name, values in ratios.items()}
         left = 0.08 * max((len(label) for label in shown), default=1) + 0.2
-        sheet = Sheet(1, 1, (2.4 + left, 0.9 + 0.26 * len(shown)), {}, Margins(left, 0.2, 0.14, 0.66))
+        size, margins = (2.4 + left, 0.9 + 0.26 * len(shown)), Margins(left, 0.2, 0.14, 0.66)
+        sheet = Sheet(1, 1, size, {}, margins, "a dot for each task, a bar at the median")
         axes = sheet.axes[0]
         for place, (values, line) in enumerate(shown.values()):
             axes.plot(values, [place] * len(values), "o", color=line.colour, alpha=0.45, markersize=4)
@@ -232,11 +234,10 @@ def step_times(
 
 
 def _draw_curve(axes: Axes, curve: Curve, index: int, linear: bool) -> None:
-    shown = slice(None) if linear else curve.steps > 0
-    steps, losses, mean = curve.steps[shown], _drawable(curve.losses)[shown], curve.mean[shown]
+    steps, losses, mean = curve.steps, _drawable(curve.losses), curve.mean
     seeds = losses.shape[1]
     if seeds >= BANDED_SEEDS:
-        low, high = (bound[shown] for bound in curve.band)
+        low, high = curve.band
         # A logarithmic axis has no place for what is not above 0.
         low = low if linear else np.maximum(low, mean / 10)
         axes.fill_between(steps, low, high, color=curve.line.colour, alpha=0.13, linewidth=0)
@@ -275,10 +276,6 @@ def _drawable(values: np.ndarray) -> np.ndarray:
 
 def _short(value: float, _: object) -> str:
     return f"{value:.3g}"
-
-
-def _thousands(value: float, _: object) -> str:
-    return f"{value / 1000:g}k" if value >= 1000 else f"{value:g}"
 
 
 def _mark_few(axes: Axes, low: float, high: float) -> None:

@@ -150,5 +150,5 @@ def _panel(panel: Axes, curves: Sequence[ControlCurve], kinds: Sequence[str]) ->
     bottom, top = panel.get_ylim()
     panel.set_ylim(min(bottom, LEAST[unit][0]), max(top, LEAST[unit][1]))
     panel.set_title(TITLES.get(control, shown(control)), fontsize=10)
-    panel.set(xlabel="step", ylabel=unit)
+    panel.set(xlabel="step", ylabel=unit, xlim=(0, None))
     panel.grid(True, which="major", linewidth=0.4, alpha=0.5)

@@ -14,7 +14,18 @@ from matplotlib.axes import Axes
 
 from l2lopt.core.errors import UserError
 from l2lopt.report.interval import half_width
-from l2lopt.report.style import BASELINES, DASHES, LEARNED, MARKERS, STYLE, shown, write_figure
+from l2lopt.report.names import proper_names
+from l2lopt.report.style import (
+    BASELINES,
+    DASHES,
+    LEARNED,
+    MARKERS,
+    STYLE,
+    bands_of,
+    log_steps,
+    shown,
+    write_figure,
+)
 from l2lopt.storage.run_log import existing
 
 COLUMNS = ("optimiser", "kind", "seed", "step", "split", "loss")
@@ -22,12 +33,21 @@ COLUMNS = ("optimiser", "kind", "seed", "step", "split", "loss")
 
 
 class Band(NamedTuple):
-    """Steps, the mean over seeds there, and the bounds of its 95 % interval."""
+    """The losses of an optimiser on a split.
+
+    Attributes:
+        steps: Steps, rising, [K].
+        mean: Mean over seeds, [K].
+        low: Lower end of its 95 % interval, [K].
+        high: Upper end of its 95 % interval, [K].
+        seeds: Number of seeds.
+    """
 
     steps: np.ndarray
     mean: np.ndarray
     low: np.ndarray
     high: np.ndarray
+    seeds: int = 1
 
 
 def read(path: Path) -> dict[tuple[str, str, str], Band]:
@@ -89,8 +109,9 @@ def loss_curves(
     title: str = "",
     breaks: Sequence[int] = (),
     cut: Collection[str] | None = None,
+    proper: Mapping[str, str] | None = None,
 ) -> list[Path]:
-    """Draws training and test loss against the step, log axes, mean and 95 % band for each optimiser.
+    """Draws training and test loss against the step from 0 on, log axes, mean and 95 % band for each optimiser.
 
     A curve that rises above the loss before the first step leaves the picture there, so that the others stay apart.
 
@@ -100,6 +121,7 @@ def loss_curves(
         title: Line above the panels.
         breaks: Steps after which a curve of several runs goes over to that for the next horizon; the line is cut.
         cut: Optimisers with such curves; by default the baselines.
+        proper: Optimiser → name in the legend; by default `names.proper_name` of the optimiser.
     """
     splits = [split for split in ("train", "test") if any(key[2] == split for key in bands)]
     with plt.rc_context(STYLE):
@@ -110,11 +132,17 @@ def loss_curves(
             pieces = {
                 name: breaks if (kind == "baseline" if cut is None else name in cut) else () for name, kind, _ in bands
             }
-            _panel(panel, {key[:2]: band for key, band in bands.items() if key[2] == split}, breaks, pieces)
+            own = {key[:2]: band for key, band in bands.items() if key[2] == split}
+            _panel(panel, own, breaks, pieces, proper_names(pieces, proper))
             panel.set_title({"train": "training set", "test": "test set"}[split])
         axes[0][0].set_ylabel("mean loss, nats per sample")
         handles, labels = axes[0][0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5), frameon=False)
+        told = bands_of(max(band.seeds for band in bands.values()))
+        # About twelve letters to an inch; an entry's line takes the room of eight.
+        across = max(1, 62 * len(splits) // max((len(label) + 8 for label in labels), default=1))
+        figure.legend(
+            handles, labels, loc="outside lower center", ncols=min(across, len(labels)), frameon=False, title=told
+        )
         if title:
             figure.suptitle(shown(title))
         return write_figure(figure, folder, "loss-curves")
@@ -137,13 +165,15 @@ def training_curve(
             colour = LEARNED[index % len(LEARNED)]
             if stage == "train":
                 panel.plot(steps, losses, color=colour, linewidth=0.6, alpha=0.25)
-                mean = _running_mean(losses, max(1, len(losses) // smoothing))
-                panel.plot(steps, mean, color=colour, linewidth=1.8, label="training batches")
+                window = max(1, len(losses) // smoothing)
+                label = "training batches" if window == 1 else f"training batches, mean of {window} (thin: each)"
+                panel.plot(steps, _running_mean(losses, window), color=colour, linewidth=1.8, label=label)
             else:
                 label = f"{'held-out' if stage == 'heldout' else shown(stage)} set"
                 panel.plot(steps, losses, color=colour, linestyle=(0, (5, 1.5)), marker="o", markersize=4, label=label)
         values = np.concatenate([losses[np.isfinite(losses)] for _, losses in curves.values()])
         panel.set(xlabel="step", ylabel="mean loss, nats per sample", yscale="log" if (values > 0).all() else "linear")
+        panel.set_xlim(left=0)
         panel.grid(True, which="major", linewidth=0.4, alpha=0.5)
         panel.legend(frameon=False)
         if title:
@@ -160,7 +190,11 @@ def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def _panel(
-    panel: Axes, bands: Mapping[tuple[str, str], Band], breaks: Sequence[int], pieces: Mapping[str, Sequence[int]]
+    panel: Axes,
+    bands: Mapping[tuple[str, str], Band],
+    breaks: Sequence[int],
+    pieces: Mapping[str, Sequence[int]],
+    labels: Mapping[str, str],
 ) -> None:
     ordered = sorted(bands.items(), key=lambda item: item[0][1] != "learned")
     counts = {"learned": 0, "baseline": 0}
@@ -168,7 +202,7 @@ def _panel(
         palette = LEARNED if kind == "learned" else BASELINES
         colour = palette[counts[kind] % len(palette)]
         counts[kind] += 1
-        steps, mean, low, high = _cut(band, pieces[name])
+        steps, mean, low, high, _ = _cut(band, pieces[name])
         panel.fill_between(steps, np.maximum(low, mean / 10), high, color=colour, alpha=0.18, linewidth=0)
         marks = range(index % 4, len(steps), max(1, len(steps) // 8))
         panel.plot(
@@ -180,11 +214,12 @@ def _panel(
             marker=MARKERS[index % len(MARKERS)],
             markersize=4.5,
             markevery=list(marks),
-            label=shown(name),
+            label=shown(labels[name]),
         )
     for step in breaks:
         panel.axvline(step, color="black", linewidth=0.5, alpha=0.35, linestyle=(0, (1, 3)))
-    panel.set(xscale="log", yscale="log", xlabel="step", ylim=_limits(bands.values()))
+    panel.set(yscale="log", xlabel="step", ylim=_limits(bands.values()))
+    log_steps(panel, max(float(band.steps[-1]) for band in bands.values()))
     panel.grid(True, which="major", linewidth=0.4, alpha=0.5)
 
 
@@ -196,10 +231,10 @@ def _limits(bands: Collection[Band]) -> tuple[float, float] | None:
 
 
 def _cut(band: Band, breaks: Sequence[int]) -> Band:
-    """The band from step 1 on, with a gap after each of `breaks`."""
-    shown = band.steps > 0
-    after = [int(np.searchsorted(band.steps[shown], step, side="right")) for step in breaks]
-    return Band(*(np.insert(part[shown].astype(float), after, np.nan) for part in band))
+    """The band with a gap after each of `breaks`."""
+    after = [int(np.searchsorted(band.steps, step, side="right")) for step in breaks]
+    parts = (np.insert(part.astype(float), after, np.nan) for part in (band.steps, band.mean, band.low, band.high))
+    return Band(*parts, seeds=band.seeds)
 
 
 def _band(by_step: Mapping[int, Iterable[float]]) -> Band:
@@ -207,7 +242,7 @@ def _band(by_step: Mapping[int, Iterable[float]]) -> Band:
     values = [np.asarray(list(by_step[step]), dtype=float) for step in steps]
     mean = np.array([value.mean() for value in values])
     half = np.array([_half_width(value) for value in values])
-    return Band(steps, mean, mean - half, mean + half)
+    return Band(steps, mean, mean - half, mean + half, max(map(len, values)))
 
 
 def _half_width(values: np.ndarray) -> float:

@@ -1,6 +1,7 @@
 """Sheets of panels: one figure for a file, whose panels a page can show one by one."""
 
 import math
+import textwrap
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,8 +23,8 @@ SHEET_STYLE: dict[Any, Any] = STYLE | {
 """Matplotlib's settings for sheets."""
 TITLE, NOTE = "title", "note"
 """Identifiers of the two texts that a page says in words of its own."""
-_LEGEND_ROW, _LETTER = 0.24, 0.075
-"""Inches of a legend's row and of an average letter."""
+_LEGEND_ROW, _LETTER, _CAPTION_ROW = 0.24, 0.075, 0.18
+"""Inches of a legend's row, of an average letter and of a caption's row."""
 
 
 class Margins(NamedTuple):
@@ -82,6 +83,7 @@ class Sheet:
         cell: Width and height of a panel in inches, margins included.
         legend: Label → line, below the panels.
         margins: Room within a cell around the axes.
+        caption: Line below the legend, such as what the bands are; it is wrapped where the sheet is narrow.
     """
 
     def __init__(
@@ -91,13 +93,16 @@ class Sheet:
         cell: tuple[float, float],
         legend: dict[str, Line],
         margins: Margins = _ROOM,
+        caption: str = "",
     ) -> None:
         columns = min(columns, max(count, 1))
         rows = math.ceil(count / columns)
         width = columns * cell[0]
         longest = max((len(label) for label in legend), default=0)
         across = max(1, int(width / (longest * _LETTER + 0.65)))
-        foot = _LEGEND_ROW * math.ceil(len(legend) / across) + (0.1 if legend else 0)
+        told = textwrap.wrap(caption, max(20, int(width / _LETTER)))
+        below = _CAPTION_ROW * len(told)
+        foot = _LEGEND_ROW * math.ceil(len(legend) / across) + (0.1 if legend else 0) + below
         height = rows * cell[1] + foot
         self.figure = plt.figure(figsize=(width, height))
         self.axes: list[Axes] = []
@@ -112,7 +117,9 @@ class Sheet:
             upper, lower = top + margins.top - 0.12, top + cell[1] - margins.bottom + 0.46
             self.boxes.append(Box(*(72 * inches for inches in (left, upper, cell[0], lower - upper))))
         if legend:
-            _add_legend(self.figure, legend, across)
+            _add_legend(self.figure, legend, across, below / height)
+        if told:
+            self.figure.text(0.5, 0.04 / height, "\n".join(told), ha="center", va="bottom", fontsize=9)
 
     def write(self, folder: Path, name: str) -> Drawn:
         """Writes the sheet as PNG and SVG."""
@@ -153,12 +160,13 @@ def note(panel: Axes, texts: Sequence[str]) -> None:
         )
 
 
-def _add_legend(figure: Figure, lines: dict[str, Line], across: int) -> None:
+def _add_legend(figure: Figure, lines: dict[str, Line], across: int, bottom: float) -> None:
     handles = [
         Line2D([], [], color=line.colour, linestyle=line.dash, linewidth=line.width, marker=line.marker, markersize=4.5)
         for line in lines.values()
     ]
     labels = [plain(label) for label in lines]
-    found = figure.legend(handles, labels, loc="lower center", ncols=across, frameon=False, fontsize=9)
+    look: dict[str, Any] = {"ncols": across, "frameon": False, "fontsize": 9, "bbox_to_anchor": (0.5, bottom)}
+    found = figure.legend(handles, labels, loc="lower center", **look)
     for text in found.get_texts():
         text.set_parse_math(False)

@@ -11,7 +11,9 @@ from l2lopt.storage.run_log import written_whole
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
 # Dark for learned optimisers, lighter for baselines. The colours are Okabe and Ito's, safe for the colour-blind.
 LEARNED = ("#000000", "#0072B2", "#D55E00", "#009E73")
@@ -96,6 +98,46 @@ def lines_of(kinds: Mapping[str, str]) -> dict[str, Line]:
     return found
 
 
+def even_steps(panel: Axes, last: float) -> None:
+    """Makes the x axis one of steps from 0 to `last`, linear unless it is something else already.
+
+    Args:
+        panel: Axes.
+        last: Last step.
+    """
+    panel.set_xlim(0, max(last, 1))
+    panel.xaxis.set_major_formatter(FuncFormatter(_thousands))
+
+
+def log_steps(panel: Axes, last: float) -> None:
+    """Makes the x axis one of steps from 0 to `last`: even up to step 1, logarithmic beyond.
+
+    Args:
+        panel: Axes.
+        last: Last step.
+    """
+    panel.set_xscale("symlog", linthresh=1, linscale=0.3)
+    even_steps(panel, last)
+
+
+def _thousands(value: float, _: object) -> str:
+    return f"{value / 1000:g}k" if value >= 1000 else f"{value:g}"
+
+
+def bands_of(seeds: int, least: int = 2) -> str:
+    """What lines and bands of a figure of losses are, in words.
+
+    Args:
+        seeds: Number of runs of each optimiser.
+        least: Number of seeds from which there are bands; with fewer each run is a thin line.
+    """
+    if seeds < 2:
+        return "line: a single run"
+    if seeds < least:
+        return f"line: mean over {seeds} seeds; thin lines: the single runs"
+    return f"line: mean over {seeds} seeds; band: 95 % interval of the mean (Student's t)"
+
+
 def write_figure(figure: Figure, folder: Path, name: str) -> list[Path]:
     """Writes a figure as PNG and SVG, and closes it.
 
@@ -109,5 +151,7 @@ def write_figure(figure: Figure, folder: Path, name: str) -> list[Path]:
         with written_whole(path) as temporary:
             metadata = {"Date": None} if path.suffix == ".svg" else None
             figure.savefig(temporary, dpi=160, metadata=metadata)
+        # Where there is a layout engine, its places hold for both files: working them out is half of the time.
+        figure.set_layout_engine("none")
     plt.close(figure)
     return paths

@@ -106,7 +106,7 @@ def validation_curves(validations: Validations, folder: Path, title: str = "") -
         )
         low, high = panel.get_ylim()
         panel.set_ylim(min(low, _LEAST[0]), max(high, _LEAST[1]))
-        panel.set(xlabel="meta-update", ylabel="validation loss, times that before")
+        panel.set(xlabel="meta-update", ylabel="validation loss, times that before", xlim=(0, None))
         panel.grid(True, which="major", linewidth=0.4, alpha=0.5)
         figure.legend(loc="outside right upper", frameon=False, fontsize=8)
         if title:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
-from torch.utils.tensorboard.summary import image, scalar
+from torch.utils.tensorboard.summary import hparams, image, scalar, text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,6 +48,20 @@ class EventFile:
     def show(self, name: str, images: "Tensor", step: int) -> None:
         """Writes images [n, channels, height, width] in [0, 1], side by side."""
         self._write(step=step, summary=image(name, images, dataformats="NCHW"))
+
+    def tell(self, name: str, markdown: str, step: int = 0) -> None:
+        """Writes a text, such as a table, as Markdown."""
+        self._write(step=step, summary=text(name, markdown))
+
+    def settings(self, settings: Mapping[str, str | float], results: Mapping[str, float]) -> None:
+        """Writes what TensorBoard calls hparams: settings of a run, by name → value, and its results.
+
+        The results must be scalars of this folder as well, so they are written too.
+        """
+        for summary in hparams(dict(settings), dict(results)):
+            self._write(summary=summary)
+        if results:
+            self.write(results, 0)
 
     def close(self) -> None:
         """Closes the file."""

@@ -53,13 +53,7 @@ def read(
     Raises:
         UserError: For a missing or damaged file, or one of another kind.
     """
-    existing(path, what, remedy)
-    try:
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a mapping: it cannot be iterated over
-    except _UNREADABLE as error:
-        raise UserError(str(path), expected="a whole safetensors file", found=str(error), remedy=remedy) from None
+    metadata, tensors = read_any(path, what, remedy)
     try:
         header = json.loads(metadata[key])
     except (KeyError, ValueError, RecursionError):
@@ -71,6 +65,26 @@ def read(
     if fields is not None:
         check_header(path, header, fields, what, remedy)
     return header, tensors
+
+
+def read_any(path: Path, what: str, remedy: str) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The metadata and tensors of a safetensors file of whatever kind.
+
+    Args:
+        path: File to read.
+        what: Description of such a file for the error.
+        remedy: Advice for the error.
+
+    Raises:
+        UserError: For a missing or damaged file.
+    """
+    existing(path, what, remedy)
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            return metadata, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a mapping: it cannot be iterated over
+    except _UNREADABLE as error:
+        raise UserError(str(path), expected="a whole safetensors file", found=str(error), remedy=remedy) from None
 
 
 def check_header(path: Path, header: Mapping[str, Any], fields: Mapping[str, Any], what: str, remedy: str) -> None:

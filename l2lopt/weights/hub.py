@@ -7,13 +7,19 @@ from typing import Any
 
 from l2lopt.core.errors import UserError
 from l2lopt.weights import files
+from l2lopt.weights.card import NAME as CARD
+from l2lopt.weights.card import model_card
 
 FILE = "optimiser.safetensors"
 """Name of the file in a repository of the hub."""
 
 
-def push(weights: str | Path, repo: str, *, private: bool = False, token: str | None = None) -> str:
-    """Uploads a learned optimiser to a repository of the hub.
+def push(
+    weights: str | Path, repo: str, *, private: bool = False, token: str | None = None, card: str | None = None
+) -> str:
+    """Uploads a learned optimiser and its model card to a repository of the hub, in one commit.
+
+    The card, `README.md`, takes the place of an earlier one.
 
     Example:
         >>> import l2lopt
@@ -25,6 +31,7 @@ def push(weights: str | Path, repo: str, *, private: bool = False, token: str | 
         repo: Repository, "owner/name"; it is made if need be.
         private: Whether a repository that is made is private.
         token: Access token; None takes that of the hub's own login.
+        card: Text of the card; None takes that of `weights.card.model_card`.
 
     Returns:
         The address of the commit.
@@ -34,10 +41,12 @@ def push(weights: str | Path, repo: str, *, private: bool = False, token: str | 
     """
     path = files.find(weights)
     files.load(path)  # raises for a file that others could not load either
+    contents = {FILE: path, CARD: (model_card(weights, repo) if card is None else card).encode()}
     with _hub(repo) as hub:
         api = hub.HfApi(token=token)
         api.create_repo(repo, private=private, exist_ok=True)
-        return str(api.upload_file(path_or_fileobj=path, path_in_repo=FILE, repo_id=repo))
+        added = [hub.CommitOperationAdd(path_in_repo=name, path_or_fileobj=one) for name, one in contents.items()]
+        return str(api.create_commit(repo, added, commit_message=f"Upload {path.name} with l2lopt"))
 
 
 def pull(repo: str, *, revision: str | None = None, token: str | None = None) -> Path:

@@ -312,7 +312,8 @@ def test_tensorboard_gets_scalars_figures_and_hparams(tmp_path, hostile):
     _, _, paths = hostile
     result = small()
     figure = next(path for path in paths if path.name == "step-times.png")
-    write_board(result, tmp_path, [figure, paths[0]])
+    text = next(path for path in paths if path.suffix == ".md")
+    write_board(result, tmp_path, [figure, text, paths[0]])
     folders = sorted(path for path in tmp_path.iterdir() if path.is_dir())
     assert [path.name for path in folders] == ["00-rule-untuned", "01-harness-untuned", "02-adamw-tuned"]
     found = EventAccumulator(str(folders[2])).Reload()
@@ -321,7 +322,14 @@ def test_tensorboard_gets_scalars_figures_and_hparams(tmp_path, hostile):
     assert seen == pytest.approx({step: float(row.mean()) for step, row in run.losses["test"].items()})
     assert {"_hparams_/experiment", "_hparams_/session_start_info"} <= set(found.PluginTagToContent("hparams"))
     assert math.isnan(EventAccumulator(str(folders[0])).Reload().Scalars("new/test")[-1].value)
-    assert EventAccumulator(str(tmp_path)).Reload().Tags()["images"] == ["step-times"]
+    shared = EventAccumulator(str(tmp_path)).Reload()
+    assert shared.Tags()["images"] == ["step-times"]
+    (told,) = shared.Tensors("Where they stand: test loss/text_summary")
+    (table,) = told.tensor_proto.string_val
+    assert b"| optimiser | all tasks |" in table
+    assert b"![" not in b"".join(
+        shared.Tensors(name)[0].tensor_proto.string_val[0] for name in shared.Tags()["tensors"]
+    )
 
 
 @pytest.mark.slow

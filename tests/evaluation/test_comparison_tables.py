@@ -3,7 +3,8 @@
 import math
 
 from l2lopt.evaluation.comparison import Comparison, Evaluation
-from l2lopt.evaluation.tables import comparison_table, loss_table, published_tables
+from l2lopt.evaluation.tables import comparison_table, loss_table
+from l2lopt.weights.card import comparison_tables
 
 NAN = math.nan
 
@@ -58,12 +59,12 @@ def test_the_losses_on_one_split_with_paired_differences():
 
 def test_a_published_comparison():
     lines = [row._asdict() for row in RESULT.table][:5]
-    train, test = published_tables("digits", lines)
+    train, test = comparison_tables("digits", lines)
     assert train.title == "digits: train loss, mean nats per sample"
     assert train.columns == ("optimiser", "step 1,000", "step 20")
     assert train.rows == (("mine", "0.123", "1"), ("sgd", "0.3", ""))
     assert test.title == "digits: test loss, mean nats per sample"
     assert test.columns == ("optimiser", "step 1,000")
     assert test.rows == (("mine", "1.23e+04"), ("sgd", "inf"))
-    (diverged,) = published_tables("digits", [lines[0] | {"mean": None}])  # as a file has it
+    (diverged,) = comparison_tables("digits", [lines[0] | {"mean": None}])  # as a file has it
     assert diverged.rows == (("mine", "inf"),)

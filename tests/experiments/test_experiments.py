@@ -76,8 +76,9 @@ def test_the_demo_meta_trains_evaluates_and_draws(tmp_path):
 
 def test_a_run_leaves_everything(run):
     names = {path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file()}
-    events = {name for name in names if name.startswith("events.out.tfevents.")}
-    assert len(events) == 1
+    events = {name for name in names if "events.out.tfevents." in name}
+    assert len([name for name in events if "/" not in name]) == 1
+    assert {name.partition("/")[0] for name in events if "/" in name} == {"tensorboard"}
     assert names - events == {
         "config.toml",
         "metrics.jsonl",
@@ -119,6 +120,31 @@ def test_metrics_and_events_tell_the_same(run):
     assert [line["step"] for line in lines if line["stage"] == "validation"] == [0, 2, 4]
 
 
+def test_tensorboard_gets_the_evaluation(run):
+    folders = sorted(path for path in (run / "tensorboard").iterdir() if path.is_dir())
+    assert [path.name for path in folders][:2] == ["00-learned-lstm", "01-learned-lstm-multiplier-tuned"]
+    with (run / "evaluation.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if (row["optimiser"], row["split"]) == ("adamw", "test")]
+    losses = {}
+    for row in rows:
+        losses.setdefault(int(row["step"]), []).append(float(row["loss"]))
+    found = EventAccumulator(str(next(path for path in folders if "adamw" in path.name))).Reload()
+    seen = {event.step: event.value for event in found.Scalars("loss/test")}
+    assert seen == pytest.approx({step: sum(values) / 3 for step, values in losses.items()}, rel=1e-6)
+    assert found.Scalars("test loss, step 8")[0].value == pytest.approx(sum(losses[8]) / 3, rel=1e-6)
+    assert {"_hparams_/experiment", "_hparams_/session_start_info"} <= set(found.PluginTagToContent("hparams"))
+    shared = EventAccumulator(str(run / "tensorboard")).Reload()
+    assert shared.Tags()["images"] == ["loss-curves"]
+    (told,) = shared.Tensors("test loss/text_summary")[0].tensor_proto.string_val
+    assert b"| adamw |" in told
+
+
+def test_the_figure_is_told_the_baselines_proper_names(run):
+    proper = json.loads((run / "evaluation.json").read_text())["proper"]
+    assert proper["adamw"] == "AdamW, warm-up + cosine"
+    assert "AdamW, warm-up + cosine" not in (run / "evaluation.csv").read_text()
+
+
 def test_the_config_in_the_run_makes_the_run_again(run, tmp_path):
     assert tomllib.loads((run / "config.toml").read_text())["unroll"]["length"] == 6
     again = l2lopt.meta_train(run / "config.toml", tmp_path / "again")
@@ -129,6 +155,7 @@ def test_evaluating_again_gives_the_same_losses(run):
     before = (run / "evaluation.csv").read_bytes()
     l2lopt.evaluate(run)
     assert (run / "evaluation.csv").read_bytes() == before
+    assert all(len(list(path.glob("events*"))) == 1 for path in (run / "tensorboard").glob("*-*"))
 
 
 def test_drawing_again_gives_the_same_svg(run):

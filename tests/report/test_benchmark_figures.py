@@ -12,7 +12,7 @@ from matplotlib import pyplot
 from scipy import stats
 
 from l2lopt.report import benchmark_figures as figures
-from l2lopt.report import html
+from l2lopt.report import html, panels
 from l2lopt.report.benchmark_figures import Curve, LossPanel
 from l2lopt.report.panels import plain
 from l2lopt.report.style import DASHES, HARNESS, IN_THE_DARK, MARKERS, RIVALS, RULES, Line, lines_of
@@ -126,6 +126,24 @@ def test_a_curve_that_diverges_ends_in_a_cross():
     cross = figure.axes[0].lines[-1]
     assert (cross.get_marker(), list(cross.get_xdata()), list(cross.get_ydata())) == ("x", [1], [1.0])
     pyplot.close(figure)
+
+
+@pytest.mark.parametrize("seeds", [1, 3, 6])
+def test_a_sheet_says_what_its_bands_are_and_starts_at_step_0(tmp_path, monkeypatch, seeds):
+    seen = []
+    monkeypatch.setattr(panels, "write_figure", lambda figure, folder, name: seen.append(figure) or [])
+    for last in (0.001, 1.0):  # logarithmic and linear axes
+        losses = np.array([2.0, 1.5, last])[:, None] * np.ones(seeds)
+        other = Curve("b", LINE, np.array([0, 1, 100]), losses / losses[-1], 0)
+        curves = [Curve("a", LINE, np.array([0, 1, 100]), losses, 0), *([other] if last < 1 else [])]
+        figures.loss_panels([LossPanel("task", curves, 2.0)], tmp_path, "name")
+    told = {1: "a single run", 3: "mean over 3 seeds; thin lines", 6: "mean over 6 seeds; band: 95 % interval"}[seeds]
+    for figure, scale in zip(seen, ("symlog", "linear"), strict=True):
+        (axes,) = figure.axes
+        assert told in " ".join(" ".join(text.get_text().split()) for text in figure.texts)
+        assert (axes.get_xscale(), axes.get_xlim()) == (scale, (0, 100))
+        assert axes.lines[-1].get_xdata()[0] == 0
+        pyplot.close(figure)
 
 
 @pytest.fixture(scope="module")

@@ -58,8 +58,8 @@ def test_both_figures_are_drawn_even_of_runs_that_diverged(tmp_path, splits):
 def test_a_baselines_line_is_cut_after_each_horizon():
     band = figures.Band(*(np.array([0, 1, 10, 20, 100]) for _ in range(4)))
     cut = figures._cut(band, [10, 100])
-    assert np.isnan(cut.steps).tolist() == [False, False, True, False, False, True]
-    assert cut.mean[~np.isnan(cut.mean)].tolist() == [1, 10, 20, 100]
+    assert np.isnan(cut.steps).tolist() == [False, False, False, True, False, False, True]
+    assert cut.mean[~np.isnan(cut.mean)].tolist() == [0, 1, 10, 20, 100]
 
 
 @pytest.mark.parametrize(("cut", "expected"), [(None, ["sgd"]), (["mine"], ["mine"]), ([], [])])
@@ -69,7 +69,7 @@ def test_the_lines_of_several_runs_are_cut_and_no_others(tmp_path, monkeypatch, 
         f"{n},{k},0,{t},train,{1 / (t + 1)}\n" for n, k in (("mine", "learned"), ("sgd", "baseline")) for t in (0, 1, 9)
     ]
     seen = []
-    monkeypatch.setattr(figures, "_panel", lambda panel, bands, breaks, pieces: seen.append(pieces))
+    monkeypatch.setattr(figures, "_panel", lambda panel, bands, breaks, pieces, labels: seen.append(pieces))
     monkeypatch.setattr(figures, "write_figure", lambda figure, folder, name: figures.plt.close(figure))
     figures.loss_curves(figures.read(written(tmp_path, HEADER + "".join(rows))), tmp_path, breaks=[1], cut=cut)
     assert [name for name, steps in seen[0].items() if steps] == expected
@@ -81,14 +81,51 @@ def test_a_curve_that_rises_above_the_first_loss_leaves_the_picture():
             (str(k), "learned"): figures.Band(np.array(steps), *[np.array(one)] * 3) for k, one in enumerate(curves)
         }
         figure, panel = figures.plt.subplots()
-        figures._panel(panel, bands, (), {name: () for name, _ in bands})
+        names = [name for name, _ in bands]
+        figures._panel(panel, bands, (), dict.fromkeys(names, ()), dict(zip(names, names, strict=True)))
         figures.plt.close(figure)
+        assert panel.get_xlim()[0] == 0
         return panel.get_ylim()[1]
 
     low, high = [4.0, 2.0, 1.0], [4.0, 1e5, 2.0]
     assert top(low, high) == 4.0
     assert top(low, [4.0, 1e5, 0.0]) == 4.0  # a logarithm's axis has no zero
-    assert top(low) == pytest.approx(2.0, rel=0.1)  # step 0 is not drawn
+    assert top(low) == pytest.approx(4.0, rel=0.1)
     assert top([4.0, 9.0, 5.0]) > 9.0  # or nothing would be left
-    assert top(low, [4.0, np.nan, np.inf]) < 4.0
+    assert top(low, [4.0, np.nan, np.inf]) == pytest.approx(4.0, rel=0.1)
     assert top(low, high, steps=(1, 10, 100)) > 1e5
+
+
+@pytest.mark.parametrize(
+    ("seeds", "told"),
+    [(1, "line: a single run"), (3, "line: mean over 3 seeds; band: 95 % interval of the mean (Student's t)")],
+)
+def test_the_legend_has_proper_names_and_says_what_the_bands_are(tmp_path, monkeypatch, seeds, told):
+    names = {"adamw": "baseline", "learned-lstm": "learned", "adam": "baseline"}
+    rows = [
+        f"{name},{kind},{seed},{step},train,{1 / (step + 1)}\n"
+        for name, kind in names.items()
+        for seed in range(seeds)
+        for step in (0, 1, 9)
+    ]
+    seen = []
+    monkeypatch.setattr(figures, "write_figure", lambda figure, folder, name: seen.append(figure) or [])
+    proper = {"adamw": "AdamW, warm-up + cosine"}
+    figures.loss_curves(figures.read(written(tmp_path, HEADER + "".join(rows))), tmp_path, proper=proper)
+    (legend,) = seen[0].legends
+    shown = [text.get_text() for text in legend.get_texts()]
+    assert shown == ["learned LSTM", "AdamW, warm-up + cosine", "Adam"]
+    assert legend.get_title().get_text() == told
+    for line in seen[0].axes[0].get_lines()[:3]:
+        assert (line.get_xdata()[0], line.get_ydata()[0]) == (0, 1)
+    figures.plt.close(seen[0])
+
+
+def test_the_training_curve_starts_at_0(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(figures, "write_figure", lambda figure, folder, name: seen.append(figure) or [])
+    figures.training_curve({"train": (np.arange(1.0, 101), np.linspace(2, 1, 100))}, tmp_path)
+    assert seen[0].axes[0].get_xlim()[0] == 0
+    (text,) = seen[0].axes[0].get_legend().get_texts()
+    assert text.get_text() == "training batches, mean of 2 (thin: each)"
+    figures.plt.close(seen[0])

@@ -13,6 +13,7 @@ from l2lopt import optimisers
 from l2lopt.core.errors import UserError
 from l2lopt.weights import files as weights
 from l2lopt.weights import hub
+from l2lopt.weights.card import model_card
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -40,6 +41,8 @@ class Hub(BaseHTTPRequestHandler):
             asked = json.loads(text)
             self.made.append(f"{asked['organization']}/{asked['name']}")
             self.tell(url=f"http://{self.headers['Host']}/{self.made[-1]}")
+        elif self.path == "/api/validate-yaml":
+            self.tell(errors=[], warnings=[])
         elif "/preupload/" in self.path:
             names = [each["path"] for each in json.loads(text)["files"]]
             self.tell(files=[{"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in names])
@@ -90,11 +93,16 @@ def file(tmp_path):
 def test_what_is_pushed_can_be_pulled(server, file):
     assert COMMIT in hub.push(file, "me/my-optimiser", token="hf_x")
     assert server.made == ["me/my-optimiser"]
-    assert server.files == {hub.FILE: file.read_bytes()}
+    assert server.files == {hub.FILE: file.read_bytes(), "README.md": model_card(file, "me/my-optimiser").encode()}
     pulled = hub.pull("me/my-optimiser")
     assert weights.header(pulled)["training"] == {"updates": 7}
     for name, value in weights.load(file).phi().items():
         assert torch.equal(weights.load(pulled).phi()[name], value)
+
+
+def test_a_card_of_ones_own_goes_with_it(server, file):
+    hub.push(file, "me/my-optimiser", card="# Mine\n")
+    assert server.files["README.md"] == b"# Mine\n"
 
 
 def test_a_missing_repository_and_a_foreign_file_are_one_line(server, tmp_path):

@@ -3,6 +3,7 @@
 import laws
 import pytest
 import torch
+from rich.cells import cell_len
 from safetensors.torch import load_file
 
 import l2lopt
@@ -73,3 +74,25 @@ def test_the_command_line_shows_them(monkeypatch, capsys):
     code, out, _ = called(monkeypatch, capsys, "weights", "lstm")
     assert code == 0
     assert "control" in out
+
+
+@pytest.mark.parametrize("name", [None, *NAMES])
+def test_what_the_command_line_shows_fits_80_columns(monkeypatch, capsys, name):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = called(monkeypatch, capsys, "weights", *([name] if name else []))
+    assert (code, max(map(cell_len, out.splitlines())) <= 80) == (0, True)
+
+
+def test_long_names_are_wrapped_and_nothing_of_them_is_lost(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("COLUMNS", "80")
+    long = "x" * 100
+    lines = [
+        {"optimiser": long, "split": "test", "horizon": 10**k, "mean": 0.5, "kind": "learned"} for k in range(4, 12)
+    ]
+    facts = {key: 10**40 for key in ("meta_updates", "inner_steps", "seconds")}
+    files.save(optimisers.make("normalised-muon"), tmp_path / "mine", facts | {"comparisons": {"a b " * 40: lines}})
+    code, out, _ = called(monkeypatch, capsys, "weights", tmp_path / "mine")
+    shown = out.splitlines()
+    assert (code, max(map(cell_len, shown)) <= 80) == (0, True)
+    assert out.count("x") == 100 + str(tmp_path).count("x")
+    assert "".join(out.split()).count("ab" * 40) == 1
