@@ -16,7 +16,7 @@ from torch import Tensor
 
 from l2lopt.core.errors import UserError
 from l2lopt.core.layout import Params
-from l2lopt.core.seeding import generator, seed_of
+from l2lopt.core.seeding import seed_of
 from l2lopt.core.types import Carry, InnerStep, Loss, Report, Update, silent
 from l2lopt.estimators import EvolutionStrategies, MetaGradientEstimator
 from l2lopt.optimisee import Optimisee
@@ -88,7 +88,7 @@ def imitate(
         lessons += runs.whole(1, partial(_lesson, rule, estimator, settings))
         report("imitate", number + 1, len(optimisees), {})
     usable = [lesson for lesson in lessons if lesson.told.isfinite().all() and lesson.outputs.isfinite().all()]
-    phi, error = processes.on_first(lambda: _fitted(rule, usable, settings, seed))
+    phi, error = processes.on_first(lambda: _fitted(rule, usable, settings))
     assign(optimiser, phi)
     gain = torch.stack([lesson.value for lesson in usable]).mean() if usable else torch.tensor(math.nan)
     return {"lessons": float(len(usable)), "gain": float(gain), "error": error}
@@ -158,28 +158,33 @@ def _told(rule: Hierarchical, phi: Params, loss: Loss, carry: Carry, steps: Sequ
     return torch.stack(told)
 
 
-def _fitted(
-    rule: Hierarchical, lessons: Sequence[Lesson], settings: ImitationSettings, seed: int
-) -> tuple[Params, float]:
-    """φ after the regression, and the mean square error over all lessons."""
-    pupil = deepcopy(rule)
-    adam, draw = torch.optim.Adam(pupil.parameters(), lr=settings.rate), generator("lessons", seed)
+def _fitted(rule: Hierarchical, lessons: Sequence[Lesson], settings: ImitationSettings) -> tuple[Params, float]:
+    """φ after the regression on all lessons, and the mean square error."""
+    pupil, error = deepcopy(rule), math.nan
+    adam = torch.optim.Adam(pupil.parameters(), lr=settings.rate)
     for number in range(settings.updates if lessons else 0):
-        lesson = lessons[int(torch.randint(len(lessons), (), generator=draw))]
         set_rates(adam, [settings.rate * multiplier("cosine", number, 0, settings.updates)])
         adam.zero_grad()
-        _error(pupil, lesson).backward()
+        found = _error(pupil, lessons)
+        found.backward()
         adam.step()
-    with torch.no_grad():
-        errors = [_error(pupil, lesson) for lesson in lessons]
-    phi = {name: value.detach().clone() for name, value in pupil.phi().items()}
-    return phi, float(torch.stack(errors).mean()) if errors else math.nan
+        error = float(found.detach())
+    return {name: value.detach().clone() for name, value in pupil.phi().items()}, error
 
 
-def _error(rule: Hierarchical, lesson: Lesson) -> Tensor:
-    """The mean square of the outputs less those that are to be said."""
-    state, outputs = rule.cell.initial_state(lesson.told[0]), []
-    for x in lesson.told:
+def _error(rule: Hierarchical, lessons: Sequence[Lesson]) -> Tensor:
+    """The mean over lessons of the mean square of the outputs less those that are to be said."""
+    # All lessons side by side, as if their tensors were those of one run: a step of the cell costs the same for one
+    # tensor and for hundreds. Shorter ones go on with their last facts, which count for nothing.
+    longest = max(len(lesson.told) for lesson in lessons)
+    told = torch.cat(
+        [torch.cat([each.told, each.told[-1:].expand(longest - len(each.told), -1, -1)]) for each in lessons], -1
+    )
+    aims = torch.cat([each.outputs[:, None].expand(-1, each.told.shape[-1]) for each in lessons], -1)
+    state, total = rule.cell.initial_state(told[0]), told.new_zeros(())
+    for step, x in enumerate(told):
+        weights = [float(step < len(each.told)) / each.told[:, 0].numel() for each in lessons]
+        columns = torch.tensor(weights).repeat_interleave(torch.tensor([each.told.shape[-1] for each in lessons]))
         found, state = rule.respond(x, state)
-        outputs.append(found)
-    return (torch.stack(outputs) - lesson.outputs[:, None]).square().mean()
+        total = total + (columns.to(x) * (found - aims).square().mean(0)).sum()
+    return total / len(lessons)

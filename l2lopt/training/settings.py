@@ -121,9 +121,9 @@ class ImitationSettings(Settings):
     """Factors of the harness's decay that are tried with each of them."""
     temperature: PositiveFloat = 0.05
     """The difference of meta-losses, divided by the steps, that makes a pair of constants weigh e times as much."""
-    updates: PositiveInt = 300
-    """The number of Adam's updates of the regression."""
-    rate: PositiveFloat = 0.01
+    updates: PositiveInt = 100
+    """The number of Adam's updates of the regression, each on all runs."""
+    rate: PositiveFloat = 0.03
     """Adam's rate at the first of them; it falls to 0 along a cosine."""
 
 

@@ -83,7 +83,9 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
 @pytest.mark.parametrize("again", [{"resume": True}, {"overwrite": True}, {}])
 @pytest.mark.parametrize("verb", ["train", "meta_train"])
 def test_a_run_under_way_is_left_alone(tmp_path, verb, again):
-    config, changes = (TRAIN, []) if verb == "train" else (configs.shipped("digits-coordinatewise.toml"), [*SMALL, "meta.updates=2"])
+    config, changes = (
+        (TRAIN, []) if verb == "train" else (configs.shipped("digits-coordinatewise.toml"), [*SMALL, "meta.updates=2"])
+    )
     run, refused = getattr(l2lopt, verb), []
 
     def report(*_):
