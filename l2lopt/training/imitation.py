@@ -182,9 +182,11 @@ def _error(rule: Hierarchical, lessons: Sequence[Lesson]) -> Tensor:
     )
     aims = torch.cat([each.outputs[:, None].expand(-1, each.told.shape[-1]) for each in lessons], -1)
     state, total = rule.cell.initial_state(told[0]), told.new_zeros(())
+    counts = torch.tensor([each.told.shape[-1] for each in lessons])
+    lengths = torch.tensor([len(each.told) for each in lessons])
+    shares = (1 / (lengths * counts)).repeat_interleave(counts).to(told)
+    ends = lengths.repeat_interleave(counts).to(told.device)
     for step, x in enumerate(told):
-        weights = [float(step < len(each.told)) / each.told[:, 0].numel() for each in lessons]
-        columns = torch.tensor(weights).repeat_interleave(torch.tensor([each.told.shape[-1] for each in lessons]))
         found, state = rule.respond(x, state)
-        total = total + (columns.to(x) * (found - aims).square().mean(0)).sum()
+        total = total + (shares * (step < ends) * (found - aims).square().mean(0)).sum()
     return total / len(lessons)

@@ -6,11 +6,10 @@ import sys
 
 import pytest
 from killing import Killed
-from test_experiments import SMALL
+from test_experiments import RECIPE, SMALL
 
 import l2lopt
 from l2lopt.core.errors import UserError
-from l2lopt.experiments import config as configs
 from l2lopt.storage import run_lock
 from l2lopt.storage.run_lock import locked
 
@@ -83,9 +82,7 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
 @pytest.mark.parametrize("again", [{"resume": True}, {"overwrite": True}, {}])
 @pytest.mark.parametrize("verb", ["train", "meta_train"])
 def test_a_run_under_way_is_left_alone(tmp_path, verb, again):
-    config, changes = (
-        (TRAIN, []) if verb == "train" else (configs.shipped("digits-coordinatewise.toml"), [*SMALL, "meta.updates=2"])
-    )
+    config, changes = (TRAIN, []) if verb == "train" else (RECIPE, [*SMALL, "meta.updates=2"])
     run, refused = getattr(l2lopt, verb), []
 
     def report(*_):
@@ -111,6 +108,6 @@ def test_a_lock_left_by_a_kill_is_no_run(tmp_path):
 
 def test_an_evaluation_locks_its_runs(tmp_path):
     changes = [*SMALL, "meta.updates=2"]
-    run = l2lopt.meta_train(configs.shipped("digits-coordinatewise.toml"), tmp_path / "run", changes=changes)
+    run = l2lopt.meta_train(RECIPE, tmp_path / "run", changes=changes)
     with locked(run), pytest.raises(UserError, match=f"process {os.getpid()} on"):
         l2lopt.evaluate(run)
