@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from l2lopt.core.errors import UserError
 from optimisees.data import images
@@ -31,12 +31,17 @@ class Source(NamedTuple):
     device: str
 
     def classifier(
-        self, factory: Callable[[], nn.Module], batch_size: int, heldout: float, evaluation_samples: int | None
+        self,
+        factory: Callable[[], nn.Module],
+        batch_size: int,
+        heldout: float,
+        evaluation_samples: int | None,
+        criterion: Callable[[Tensor, Tensor], Tensor] = nn.functional.cross_entropy,
     ) -> ModuleOptimisee:
-        """Models from flat samples to scores of the classes, under cross-entropy; see `ModuleOptimisee`."""
+        """Models from flat samples to scores of the classes; see `ModuleOptimisee`."""
         return ModuleOptimisee(
             lambda: self.wrapped(factory()),
-            nn.functional.cross_entropy,
+            criterion,
             self.samples,
             batch_size,
             heldout,
