@@ -120,3 +120,16 @@ def test_an_autoencoder_of_images_aims_at_what_it_sees_between_0_and_1():
 def test_values_out_of_range_are_refused(build):
     with pytest.raises(UserError):
         build()
+
+
+def test_the_squared_loss_is_the_mean_square_from_the_classs_own_corner():
+    problem = mlp(hidden=[5], loss="squared", dtype="float64")
+    params, aux = problem.init(0)
+    batch = problem.batch("train", 0, 0)
+    w, b, v, c = params.values()
+    hidden = torch.sigmoid(batch["inputs"].flatten(1).double() @ w.T + b)
+    scores = hidden @ v.T + c
+    expected = 0.0
+    for row, label in zip(scores, batch["targets"], strict=True):
+        expected += sum((float(z) - (k == int(label))) ** 2 for k, z in enumerate(row)) / (10 * len(scores))
+    assert float(problem.loss(params, aux, batch)[0]) == pytest.approx(expected)
