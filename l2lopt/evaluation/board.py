@@ -62,4 +62,4 @@ def write_tables_and_figures(folder: Path, texts: Mapping[str, str], figures: It
 
 def run_name(index: int, label: str) -> str:
     """A name for a folder; the number keeps two apart that differ in what a folder's name cannot hold."""
-    return f"{index:02}-{re.sub(r'[^0-9A-Za-z.]+', '-', label).strip('-.')}"
+    return f"{index:02}-{re.sub(r'[^0-9A-Za-z.]+', '-', label).strip('-.')[:80]}"

@@ -93,8 +93,9 @@ class SmallFC(Optimiser):
                 deviation = layer.in_features**-0.5
                 nn.init.trunc_normal_(layer.weight, std=deviation, a=-2 * deviation, b=2 * deviation)
                 nn.init.zeros_(layer.bias)
-        for name, initial in (("momenta", MOMENTA), ("squares", SQUARES), ("factored", FACTORED)):
-            self.register_parameter(f"{name}_decay", nn.Parameter(torch.zeros(len(initial))))
+        self.momenta_decay = nn.Parameter(torch.zeros(len(MOMENTA)))
+        self.squares_decay = nn.Parameter(torch.zeros(len(SQUARES)))
+        self.factored_decay = nn.Parameter(torch.zeros(len(FACTORED)))
 
     def init(
         self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None, total_steps: int | None = None

@@ -233,8 +233,10 @@ def _limits(bands: Collection[Band]) -> tuple[float, float] | None:
 def _cut(band: Band, breaks: Sequence[int]) -> Band:
     """The band with a gap after each of `breaks`."""
     after = [int(np.searchsorted(band.steps, step, side="right")) for step in breaks]
-    parts = (np.insert(part.astype(float), after, np.nan) for part in (band.steps, band.mean, band.low, band.high))
-    return Band(*parts, seeds=band.seeds)
+    steps, mean, low, high = (
+        np.insert(part.astype(float), after, np.nan) for part in (band.steps, band.mean, band.low, band.high)
+    )
+    return Band(steps, mean, low, high, band.seeds)
 
 
 def _band(by_step: Mapping[int, Iterable[float]]) -> Band:

@@ -7,7 +7,7 @@ from rich.cells import cell_len
 from safetensors.torch import load_file
 
 import l2lopt
-from l2lopt import optimisers
+from l2lopt import optimisers, terminal
 from l2lopt.core.errors import UserError
 from l2lopt.evaluation.free_runs import run_free
 from l2lopt.experiments.config import Config
@@ -76,15 +76,21 @@ def test_the_command_line_shows_them(monkeypatch, capsys):
     assert "control" in out
 
 
+@pytest.fixture
+def on_80_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(terminal.console, "_width", None)  # a width that was set would go before the variable
+
+
+@pytest.mark.usefixtures("on_80_columns")
 @pytest.mark.parametrize("name", [None, *NAMES])
 def test_what_the_command_line_shows_fits_80_columns(monkeypatch, capsys, name):
-    monkeypatch.setenv("COLUMNS", "80")
     code, out, _ = called(monkeypatch, capsys, "weights", *([name] if name else []))
     assert (code, max(map(cell_len, out.splitlines())) <= 80) == (0, True)
 
 
+@pytest.mark.usefixtures("on_80_columns")
 def test_long_names_are_wrapped_and_nothing_of_them_is_lost(monkeypatch, capsys, tmp_path):
-    monkeypatch.setenv("COLUMNS", "80")
     long = "x" * 100
     lines = [
         {"optimiser": long, "split": "test", "horizon": 10**k, "mean": 0.5, "kind": "learned"} for k in range(4, 12)
