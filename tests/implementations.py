@@ -282,7 +282,8 @@ EXACT_ESTIMATORS = {
 
 def mixed(objective: Any = "loss", **options: Any) -> estimators.Mixed:
     """The mixture of few pairs; the options are evolution's."""
-    return estimators.Mixed(evolution={"name": "es", "pairs": 4, **options}, objective=objective)
+    evolution = {"name": "es", "pairs": 4, **options}
+    return estimators.Mixed("blockwise", evolution, objective, exact_members="plus")
 
 
 EVOLUTION = {

@@ -170,7 +170,7 @@ def test_progress_is_reported(tmp_path):
     assert all("loss" in figures for stage, *_, figures in seen if stage == "meta-train")
 
 
-@pytest.mark.parametrize("estimator", ["backprop", "blockwise", "pes", "mixed"])
+@pytest.mark.parametrize("estimator", ["backprop", "blockwise", "pes"])
 def test_a_problem_in_double_precision_is_meta_trained_and_evaluated(tmp_path, estimator):
     changes = [*SMALL, "optimisee.dtype=float64", f"unroll.estimator={estimator}"]
     folder = l2lopt.meta_train(configs.demo(), tmp_path / "run", changes=changes)
