@@ -279,10 +279,20 @@ EXACT_ESTIMATORS = {
     "backprop, second order": (2, partial(estimators.Backprop, 2)),
 }
 """Label → (order, factory) of the unrolls that give the exact meta-gradient of that order."""
-RANDOM_ESTIMATORS = {
+
+
+def mixed(objective: Any = "loss", **options: Any) -> estimators.Mixed:
+    """The mixture of few pairs; the options are evolution's."""
+    evolution = {"name": "es", "pairs": 4, **options}
+    return estimators.Mixed("blockwise", evolution, objective, exact_members="plus")
+
+
+EVOLUTION = {
     "es": partial(estimators.EvolutionStrategies, 2),
     "pes": partial(estimators.EvolutionStrategies, 2, persistent=True),
 }
+"""Label → factory of those that know losses alone."""
+RANDOM_ESTIMATORS = EVOLUTION | {"mixed": mixed}
 """Label → factory of the unrolls that give a random estimate."""
 BLOCKWISE = {
     "blockwise": estimators.Blockwise,

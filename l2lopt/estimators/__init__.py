@@ -9,6 +9,7 @@ from l2lopt.estimators.base import EstimatorState, MetaGradient, MetaGradientEst
 from l2lopt.estimators.blockwise import Blockwise
 from l2lopt.estimators.evolution import EvolutionStrategies, persistent_evolution_strategies
 from l2lopt.estimators.higher import Higher
+from l2lopt.estimators.mixed import Mixed
 
 ESTIMATORS: Mapping[str, Callable[..., MetaGradientEstimator]] = {
     "blockwise": Blockwise,
@@ -16,6 +17,7 @@ ESTIMATORS: Mapping[str, Callable[..., MetaGradientEstimator]] = {
     "higher": Higher,
     "es": EvolutionStrategies,
     "pes": persistent_evolution_strategies,
+    "mixed": Mixed,
 }
 
 
@@ -34,5 +36,6 @@ __all__ = [
     "Higher",
     "MetaGradient",
     "MetaGradientEstimator",
+    "Mixed",
     "make",
 ]

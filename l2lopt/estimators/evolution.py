@@ -6,7 +6,7 @@ explode.
 
 from collections.abc import Iterable, Sequence
 from math import isfinite
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,22 @@ from l2lopt.core.seeding import generator
 from l2lopt.core.types import Carry, InnerStep, Loss, Update, detach
 from l2lopt.estimators.base import EstimatorState, MetaGradient, MetaGradientEstimator
 from l2lopt.estimators.members import MemberRuns, run_members
+
+
+class PairRuns(NamedTuple):
+    """What the runs of a call's pairs give; Σ_p weights_p ξ_p is the meta-gradient.
+
+    Attributes:
+        found: The meta-gradient and the rest of what the call returns.
+        rules: φ + ε_p of all pairs, φ − ε_p of all pairs, and φ: [2P + 1, ...] of each tensor.
+        xi: ξ_p, [P, ...] of each tensor.
+        weights: Weight of each ξ_p in the sum, [P].
+    """
+
+    found: MetaGradient
+    rules: Params
+    xi: Params
+    weights: Tensor
 
 
 class EvolutionStrategies(MetaGradientEstimator):
@@ -85,6 +101,24 @@ class EvolutionStrategies(MetaGradientEstimator):
         state: EstimatorState = (),
     ) -> MetaGradient:
         """Runs the pairs, and φ itself for the value, the losses and the carry; see `MetaGradientEstimator`."""
+        return self.run_pairs(update, loss, phi, carry, steps, state).found
+
+    def run_pairs(
+        self, update: Update, loss: Loss, phi: Params, carry: Carry, steps: Iterable[InnerStep], state: EstimatorState
+    ) -> PairRuns:
+        """The call, and each pair's part of its meta-gradient.
+
+        Args:
+            update: (φ, gradient, state, θ, loss) → (update, state).
+            loss: (θ, aux, batch) → (loss [*batch], aux).
+            phi: The meta-parameters.
+            carry: State of the run before these steps.
+            steps: One for each inner step.
+            state: Estimator state from `init` or the last call.
+
+        Raises:
+            UserError: If the state is empty.
+        """
         if not state:
             remedy = "pass what init gives"
             raise UserError("evolution strategies", expected="their state", found="none", remedy=remedy)
@@ -102,7 +136,8 @@ class EvolutionStrategies(MetaGradientEstimator):
         kept: dict[str, Any] = {"seed": state["seed"], "calls": state["calls"] + 1}
         if self.persistent:
             kept |= {"carries": stack_carries(ends.carries[:-1]), "summed": xi}
-        return MetaGradient(values[-1], gradient, after, ends.losses[:, -1], finite, kept)
+        found = MetaGradient(values[-1], gradient, after, ends.losses[:, -1], finite, kept)
+        return PairRuns(found, rules, xi, weight)
 
     def run_members(
         self, update: Update, loss: Loss, rules: Params, starts: Sequence[Carry], steps: Sequence[InnerStep]

@@ -8,7 +8,7 @@ from torch.utils import _pytree as pytree
 
 from l2lopt.core.layout import Layout
 from l2lopt.core.memory import check_need
-from l2lopt.estimators import Backprop, EvolutionStrategies, MetaGradientEstimator
+from l2lopt.estimators import Backprop, EvolutionStrategies, MetaGradientEstimator, Mixed
 from l2lopt.experiments.config import Config
 from l2lopt.optimisee import Optimisee
 from l2lopt.optimisers import Optimiser
@@ -46,11 +46,12 @@ def check_sizes(
         check("meta.batch", config.meta.batch, OBJECT + run // ranks)
         length = config.unroll.length if isinstance(config.unroll.length, int) else max(config.unroll.length)
         steps = min(config.unroll.truncation or length, length)
-        if isinstance(estimator, Backprop):
-            check("unroll: steps", min(estimator.window or steps, steps), flat.nbytes)
-        if isinstance(estimator, EvolutionStrategies):
-            phi = sum(value.nbytes for value in optimiser.phi().values())
-            check("unroll.estimator: pairs", estimator.pairs, phi + (2 * run if estimator.persistent else 0))
+        for part in (estimator.exact, estimator.evolution) if isinstance(estimator, Mixed) else (estimator,):
+            if isinstance(part, Backprop):
+                check("unroll: steps", min(part.window or steps, steps), flat.nbytes)
+            if isinstance(part, EvolutionStrategies):
+                phi = sum(value.nbytes for value in optimiser.phi().values())
+                check("unroll.estimator: pairs", part.pairs, phi + (2 * run if part.persistent else 0))
         if (cma := config.meta.cma) is not None:
             count = sum(value.numel() for value in optimiser.phi().values())
             # In float64; telling a full covariance takes the products of every member with itself, and weighs them.

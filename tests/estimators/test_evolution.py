@@ -3,7 +3,7 @@
 import laws
 import pytest
 import torch
-from implementations import RANDOM_ESTIMATORS, problem
+from implementations import EVOLUTION, RANDOM_ESTIMATORS, problem
 
 from l2lopt import estimators, kernels, optimisers
 from l2lopt.core.errors import UserError
@@ -13,6 +13,8 @@ from l2lopt.estimators import Backprop, EvolutionStrategies
 each_estimator = pytest.mark.parametrize(
     "make", [pytest.param(make, id=name) for name, make in RANDOM_ESTIMATORS.items()]
 )
+
+each_evolution = pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in EVOLUTION.items()])
 
 
 @each_estimator
@@ -51,7 +53,7 @@ def test_value_is_that_of_backpropagation(make, objective):
     laws.assert_close(*values)
 
 
-@each_estimator
+@each_evolution
 def test_a_floor_is_added_before_the_logarithm(make):
     task = problem(length=1)
     (step,) = task.steps
@@ -100,7 +102,7 @@ def exact(task, **options):
     return laws.run(Backprop(2, **options), task).gradient["log_rate"].item()
 
 
-@each_estimator
+@each_evolution
 def test_the_mean_converges_to_the_exact_gradient(make):
     task = learned_rate(3)
     mean, error = sampled(make(sigma=1e-3), task, 3, 150)

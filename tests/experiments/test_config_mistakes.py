@@ -55,6 +55,7 @@ LARGE = 10**9
         (f"evaluation.seeds={LARGE}", f"evaluation.seeds = {LARGE}: expected at most .* of memory"),
         (f"evaluation.tuning_seeds={LARGE}", f"evaluation.tuning_seeds = {LARGE}: expected at most .* of memory"),
         (f"unroll.estimator={{name='es', pairs={LARGE}}}", f"pairs = {LARGE}: expected at most .* of memory"),
+        (f"unroll.estimator={{name='mixed', evolution={{name='es', pairs={LARGE}}}}}", "expected at most .* of memory"),
         (f"unroll={{length={LARGE}, estimator='backprop'}}", f"unroll: steps = {LARGE}: expected at most .* of memory"),
         (f"optimiser={{name='coordinatewise', hidden_size={LARGE}}}", "cell 'lstm': expected at most .* of memory"),
         (

@@ -49,7 +49,13 @@ def test_killed_and_resumed_equals_the_whole_run(whole, tmp_path, moments):
     assert files(tmp_path / "run") == files(whole)
 
 
-@pytest.mark.parametrize("estimator", ["name='es', pairs=2", "name='pes', pairs=2", "name='blockwise', share=0.4"])
+@pytest.mark.parametrize(
+    "estimator",
+    [
+        *("name='es', pairs=2", "name='pes', pairs=2", "name='blockwise', share=0.4"),
+        "name='mixed', exact={name='blockwise', share=0.4}, evolution={name='es', pairs=4}, exact_members='plus'",
+    ],
+)
 def test_an_estimators_state_is_resumed(tmp_path, estimator):
     changes = [*LONGER, f"unroll.estimator={{{estimator}}}", "meta.updates=5"]
     whole = l2lopt.meta_train(DEMO, tmp_path / "whole", changes=changes)
