@@ -52,9 +52,7 @@ def imitate(
     estimator: MetaGradientEstimator,
     unrolls: UnrollSettings,
     settings: ImitationSettings,
-    *,
     seed: int = 0,
-    backend: str = "auto",
     report: Report = silent,
 ) -> dict[str, float]:
     """Changes φ so that the controls are near the best constants of the runs they are told of; gives the figures.
@@ -74,7 +72,6 @@ def imitate(
         unrolls: The length of runs and the weights of their losses.
         settings: The grid and the regression.
         seed: The seed of the runs.
-        backend: The backend of the optimiser's steps; see `kernels.fuse`.
         report: The function that is told the progress.
 
     Raises:
@@ -84,7 +81,7 @@ def imitate(
     lessons: list[Lesson] = []
     for number, problem in enumerate(optimisees):
         own = seed_of("imitation", seed, number)
-        runs = InnerRuns(optimiser, [problem], estimator, unrolls, settings.runs, own, backend)
+        runs = InnerRuns(optimiser, [problem], estimator, unrolls, settings.runs, own)
         lessons += runs.whole(1, partial(_lesson, rule, estimator, settings))
         report("imitate", number + 1, len(optimisees), {})
     usable = [lesson for lesson in lessons if lesson.told.isfinite().all() and lesson.outputs.isfinite().all()]

@@ -123,14 +123,7 @@ def meta_train(
     if loop.validation_due:  # before the first meta-update, or after a validation that was interrupted
         loop.validate()
         save()
-    if settings.imitation is not None and loop.update == 0:
-        figures = imitate(
-            *(optimiser, optimisees, estimator, unroll_settings, settings.imitation),
-            seed=seed,
-            backend=backend,
-            report=report,
-        )
-        records.write("imitation", 0, figures)
+    loop.imitate(report)
     while loop.update < settings.updates:
         figures = loop.step()
         report("meta-train", loop.update, settings.updates, figures)
@@ -172,6 +165,14 @@ class _MetaTraining:
         """Whether the optimiser is to be validated after this update and has not been."""
         due = self.update % self.settings.validate_every == 0 or self.update == self.settings.updates
         return due and self.update not in self.result.scores
+
+    def imitate(self, report: Report) -> None:
+        """The warm start, if one is asked for, on the problems and with the estimator of the runs."""
+        runs, settings = self.runs, self.settings.imitation
+        if settings is None or self.update:
+            return
+        figures = imitate(self.optimiser, runs.optimisees, runs.estimator, runs.settings, settings, runs.seed, report)
+        self.records.write("imitation", 0, figures)
 
     def step(self) -> dict[str, float]:
         """The next meta-update; gives its figures."""
