@@ -37,7 +37,7 @@ def push(weights: str | Path, repo: str, *, private: bool = False, token: str | 
     with _hub(repo) as hub:
         api = hub.HfApi(token=token)
         api.create_repo(repo, private=private, exist_ok=True)
-        return str(api.upload_file(path_or_fileobj=path, path_in_repo=FILE, repo_id=repo))
+        return str(api.upload_file(path_or_fileobj=path, path_in_repo=FILE, repo_id=repo).commit_url)
 
 
 def pull(repo: str, *, revision: str | None = None, token: str | None = None) -> Path:
