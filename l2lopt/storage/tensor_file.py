@@ -57,7 +57,9 @@ def read(
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a mapping: it cannot be iterated over
+            # Clones: safetensors maps the file, and Windows renames nothing over a file that is mapped, such as the
+            # checkpoint that a resumed run goes on from.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118  # not a mapping: it cannot be iterated over
     except _UNREADABLE as error:
         raise UserError(str(path), expected="a whole safetensors file", found=str(error), remedy=remedy) from None
     try:
