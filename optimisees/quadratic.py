@@ -81,7 +81,7 @@ class Quadratic(Optimisee):
         matrix, target = self._normal(source, self.size, self.size), self._normal(source, self.size)
         if self.condition is not None:
             turned = (matrix, self._normal(source, self.size, self.size))
-            left, right = (torch.linalg.qr(part.double().cpu()).Q for part in turned)
+            left, right = (torch.linalg.qr(part.cpu().double()).Q for part in turned)
             exponents = torch.linspace(0, -0.5, self.size, dtype=torch.float64)
             matrix = (left * self.condition**exponents @ right).to(matrix)
         return matrix, target

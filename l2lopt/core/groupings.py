@@ -18,6 +18,7 @@ from torch import Tensor
 
 from l2lopt.core.errors import UserError
 from l2lopt.core.kinds import matrix_view
+from l2lopt.core.precision import widest
 
 GROUPINGS = ("tensors", "rows", "columns")
 FEW, LONG = 16, 1024
@@ -249,8 +250,9 @@ class SlicedGrouping(Grouping):
     def gathered(self, copies: Tensor, count: int) -> Tensor:
         """Sums of the copies [..., B] over the coordinates of each of the whole vector's `count` groups."""
         # float64: a group may have millions of coordinates, and on a GPU index_add adds them in any order.
-        sums = copies.new_zeros(*copies.shape[:-1], count, dtype=torch.float64)
-        return sums.index_add(-1, self.index.to(copies.device), copies.double())
+        wide = widest(copies.device)
+        sums = copies.new_zeros(*copies.shape[:-1], count, dtype=wide)
+        return sums.index_add(-1, self.index.to(copies.device), copies.to(wide))
 
     def sums(self, values: Tensor) -> Tensor:
         """Refused: a slice does not have all coordinates of a group."""

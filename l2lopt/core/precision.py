@@ -1,5 +1,6 @@
 """Numbers in double precision, also where the device has none."""
 
+import torch
 from torch import Tensor
 
 WITHOUT_DOUBLE = ("mps",)
@@ -9,3 +10,8 @@ WITHOUT_DOUBLE = ("mps",)
 def double(value: Tensor) -> Tensor:
     """A small tensor in float64, on its device; on the CPU where the device knows no float64, as Apple's does not."""
     return (value.cpu() if value.device.type in WITHOUT_DOUBLE else value).double()
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """The dtype for long sums that stay on a device: float64, or float32 where the device knows no float64."""
+    return torch.float32 if device.type in WITHOUT_DOUBLE else torch.float64

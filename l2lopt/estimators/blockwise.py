@@ -12,6 +12,7 @@ from torch import Tensor
 
 from l2lopt.core.errors import UserError
 from l2lopt.core.layout import Params
+from l2lopt.core.precision import widest
 from l2lopt.core.seeding import generator
 from l2lopt.core.types import Carry, InnerStep, Loss, OptimiserState, Update, detach
 from l2lopt.estimators.base import EstimatorState, MetaGradient, MetaGradientEstimator
@@ -114,7 +115,7 @@ class Blockwise(MetaGradientEstimator):
         """Runs and differentiates; see `MetaGradientEstimator`."""
         phi, way = detach(phi), _way(update)
         # float64, as many blocks and windows are summed: the rounding then hardly depends on how they are cut.
-        gradient = {name: torch.zeros_like(piece, dtype=torch.float64) for name, piece in phi.items()}
+        gradient = {name: torch.zeros_like(piece, dtype=widest(piece.device)) for name, piece in phi.items()}
         value = carry.params.new_zeros(())
         losses: list[Tensor] = []
         params, aux, optimiser_state = detach(carry)
@@ -384,8 +385,8 @@ def _named(found: BlockAdjoints) -> Params:
 
 
 def _added(total: Tables, pieces: Tables) -> Params:
-    """The sums in float64."""
-    return {name: piece.double() + total.get(name, 0.0) for name, piece in pieces.items()}
+    """The sums in float64, where the device knows it."""
+    return {name: piece.to(widest(piece.device)) + total.get(name, 0.0) for name, piece in pieces.items()}
 
 
 def _copy(state: OptimiserState) -> OptimiserState:

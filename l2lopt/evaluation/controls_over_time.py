@@ -67,7 +67,7 @@ def controls_over_time(
         meeting = recorder.begin()
         samples, places = batches.at(step)
         _, carry = advance(carry, samples, places)
-        found.append(meeting.controls[key].double().cpu())
+        found.append(meeting.controls[key].cpu().double())
         report("controls", step + 1, steps, {})
     values, kinds = torch.stack(found), [role.kind for role in layout.roles]
     curves = []

@@ -25,6 +25,8 @@ from l2lopt.core.errors import UserError
 from l2lopt.core.types import Report
 
 J = TypeVar("J")
+MOST_ON_WINDOWS = 61
+"""Processes that one pool can have there: Windows waits for 63 objects at a time, and two are the pool's."""
 LONGEST = 200
 """Bytes of a folder's name: file systems take 255, and a seed or an ending follows."""
 
@@ -62,6 +64,8 @@ def run_jobs(run: Callable[[J, Report], object], jobs: Sequence[J], processes: i
     context = get_context("spawn")
     events = context.SimpleQueue()
     others, numbers = set(active_children()), dict[int, str]()
+    if sys.platform == "win32":
+        processes = min(processes, MOST_ON_WINDOWS)
     with ProcessPoolExecutor(processes, mp_context=context, initializer=_begin, initargs=(events,)) as pool:
         with _uninterrupted_children():
             waiting: set[Future[bool]] = {pool.submit(_run_job, run, job) for job in jobs}

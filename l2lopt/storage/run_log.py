@@ -47,7 +47,7 @@ class Records:
             # Rewritten before it is opened to append: new lines would join one that a kill has cut short.
             write_text(path, "".join(_standing(path, after, pending)))
         with interrupted_after(), needs_space(path):
-            self._lines = path.open("a", encoding="utf-8")
+            self._lines = path.open("a", encoding="utf-8", newline="\n")
             self._board = EventFile(folder, purge=after + 1)
 
     def write(self, stage: str, step: int, figures: Mapping[str, float]) -> None:
@@ -125,7 +125,8 @@ def _renamed(path: Path) -> Iterator[Path]:
 def write_text(path: Path, text: str) -> None:
     """Writes a text file by rename."""
     with written_whole(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        # The same bytes on every system: Windows would end lines by two characters.
+        temporary.write_text(text, encoding="utf-8", newline="\n")
 
 
 def write_json(path: Path, value: Any, *, seal: bool = False) -> None:

@@ -82,7 +82,9 @@ def read_any(path: Path, what: str, remedy: str) -> tuple[dict[str, str], dict[s
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
-            return metadata, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a mapping: it cannot be iterated over
+            # Clones: safetensors maps the file, and Windows renames nothing over a file that is mapped, such as the
+            # checkpoint that a resumed run goes on from.
+            return metadata, {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118  # not a mapping: it cannot be iterated over
     except _UNREADABLE as error:
         raise UserError(str(path), expected="a whole safetensors file", found=str(error), remedy=remedy) from None
 

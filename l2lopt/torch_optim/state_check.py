@@ -9,6 +9,7 @@ from torch import Tensor
 
 from l2lopt.core.errors import UserError
 from l2lopt.core.layout import Layout
+from l2lopt.core.precision import double
 from l2lopt.core.types import OptimiserState
 from l2lopt.optimisers import Optimiser
 from l2lopt.torch_optim.options import names_of
@@ -83,7 +84,7 @@ def check_shapes(
 
 def _check_number(where: str, saved: Any, initial: Tensor) -> None:
     """Refuses what cannot be a step count, or another number that all coordinates share and that was once `initial`."""
-    number = torch.as_tensor(math.nan if saved is None else saved).double()
+    number = double(torch.as_tensor(math.nan if saved is None else saved))
     right = number.dim() == 0 and 0 <= float(number) < math.inf
     if not right or not (initial.is_floating_point() or float(number).is_integer()):
         expected = f"one {'' if initial.is_floating_point() else 'whole '}number, at least 0"

@@ -77,7 +77,7 @@ class CMAES(MetaOptimiser):
     def __init__(self, optimiser: Optimiser, runs: InnerRuns, settings: CMASettings) -> None:
         self.optimiser, self.runs = optimiser, runs
         self.estimator = checked(runs.estimator, runs.settings)
-        mean = torch.cat([value.detach().flatten() for value in optimiser.phi().values()]).double().cpu().numpy()
+        mean = torch.cat([value.detach().flatten() for value in optimiser.phi().values()]).cpu().double().numpy()
         # The package has no separable form of one number, where the two are one.
         kind = _package().SepCMA if settings.separable and len(mean) > 1 else _package().CMA
         self.cma: Any = kind(mean, settings.sigma, population_size=settings.members(len(mean)))
@@ -88,7 +88,7 @@ class CMAES(MetaOptimiser):
         phi = self.optimiser.phi()
         rules = {name: torch.cat([rows, phi[name].detach()[None]]) for name, rows in self._rows(members).items()}
         found = self.runs.whole(update, partial(self._run, rules))
-        fitness = torch.stack([one.values.double().cpu() for one in found])
+        fitness = torch.stack([one.values.cpu().double() for one in found])
         telling = fitness.isfinite().any(1)
         if telling.any():
             mean = processes.on_first(lambda: self._tell(members, mean_ranks(fitness)))

@@ -73,7 +73,6 @@ def meta_train(
 
     Every meta-update makes the next `truncation` steps of `batch` runs and follows their meta-gradients, see
     `adam.Adam`; with `settings.cma` it makes whole runs with each member of a population, see `cma_es.CMAES`.
-
     Within `processes.together` the ranks share the batch's runs, to the bits of one process. Rank 0 alone writes.
 
     Args:

@@ -46,7 +46,7 @@ def push(
         api = hub.HfApi(token=token)
         api.create_repo(repo, private=private, exist_ok=True)
         added = [hub.CommitOperationAdd(path_in_repo=name, path_or_fileobj=one) for name, one in contents.items()]
-        return str(api.create_commit(repo, added, commit_message=f"Upload {path.name} with l2lopt"))
+        return str(api.create_commit(repo, added, commit_message=f"Upload {path.name} with l2lopt").commit_url)
 
 
 def pull(repo: str, *, revision: str | None = None, token: str | None = None) -> Path:

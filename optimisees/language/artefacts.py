@@ -65,7 +65,7 @@ def continuation(
     with torch.no_grad():
         for _ in range(tokens):
             # On the CPU, where the generator is: it draws the same from a seed whatever the device.
-            logits = logits_after(given).double().cpu()
+            logits = logits_after(given).cpu().double()
             if temperature:
                 # The largest is taken off first: a small temperature could make the quotients overflow.
                 chances = ((logits - logits.max()) / temperature).softmax(0)

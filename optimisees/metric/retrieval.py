@@ -44,7 +44,7 @@ def retrieval(distances: Tensor, labels: Tensor, subjects: Tensor, ks: tuple[int
     from sklearn.metrics import average_precision_score  # seconds to import, and only these functions need it
     from sklearn.neighbors import KNeighborsClassifier, NearestNeighbors
 
-    d, y = distances.double().cpu().numpy(), labels.cpu().numpy()
+    d, y = distances.cpu().double().numpy(), labels.cpu().numpy()
     hits, right = {k: 0 for k in ks}, {k: 0 for k in ks}
     precisions = []
     for subject in subjects.unique().tolist():
@@ -82,7 +82,7 @@ def neighbour_curve(distances: Tensor, scaling: Scaling = "together") -> Tensor:
     from sklearn.neighbors import NearestNeighbors
 
     n = len(distances)
-    d = distances.double().cpu()
+    d = distances.cpu().double()
     off = d[~torch.eye(n, dtype=torch.bool)].view(n, n - 1)
     low, high = (off.min(), off.max()) if scaling == "together" else (off.amin(1, True), off.amax(1, True))
     span = (high - low).clamp(min=torch.finfo(torch.float64).tiny)

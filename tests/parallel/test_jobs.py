@@ -6,11 +6,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from l2lopt.core.errors import UserError
 from l2lopt.core.types import silent
+from l2lopt.parallel import jobs
 from l2lopt.parallel.jobs import format_range, run_jobs
 
 
@@ -40,6 +42,19 @@ def test_where_a_piece_fails_the_others_are_ended(tmp_path, kind, message):
     with pytest.raises(UserError, match=message):
         run_jobs(work, [("long", tmp_path), (kind, tmp_path)], 2, silent)
     assert [path.name for path in tmp_path.iterdir()] == ["begun"]
+
+
+@pytest.mark.parametrize(("platform", "expected"), [("win32", 61), ("linux", 99)])
+def test_windows_has_pools_of_61_processes_at_most(monkeypatch, platform, expected):
+    """More are refused there by a `ValueError`."""
+
+    def pool(count, **_):
+        raise RuntimeError(f"{count} processes")
+
+    monkeypatch.setattr(jobs, "sys", SimpleNamespace(platform=platform))
+    monkeypatch.setattr(jobs, "ProcessPoolExecutor", pool)
+    with pytest.raises(RuntimeError, match=f"^{expected} processes"):
+        run_jobs(work, [1, 2], 99, silent)
 
 
 def test_the_count_is_of_what_is_to_be_made():
