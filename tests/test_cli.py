@@ -15,7 +15,7 @@ from l2lopt.weights import files
 
 from test_experiments import SMALL  # isort: skip
 
-DEMO = str(configs.shipped("digits-coordinatewise.toml"))
+DEMO = str(configs.demo())
 
 
 def called(monkeypatch, capsys, *arguments):

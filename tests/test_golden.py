@@ -172,7 +172,7 @@ def trained(kind, folder, **options):
 
 
 def demo(folder, changes=()):
-    return left(l2lopt.meta_train(CONFIGS / "digits-coordinatewise.toml", folder, changes=changes))
+    return left(l2lopt.meta_train(CONFIGS / "demo.toml", folder, changes=changes))
 
 
 def left(run):
@@ -312,7 +312,7 @@ def test_answers_and_mistakes(printed):
 
 @pytest.mark.slow
 def test_the_shipped_configs(tmp_path):
-    assert resolved(CONFIGS / "digits-coordinatewise.toml", tmp_path / "first") == kept("digits-coordinatewise.toml")
+    assert resolved(CONFIGS / "demo.toml", tmp_path / "first") == kept("demo.toml")
     assert shipped(tmp_path) == kept("configs.json")
 
 
@@ -359,7 +359,7 @@ def write_all(folder, whole):
     write("layout.json", layout())
     for name, text in said(folder).items():
         write(name, text)
-    write("digits-coordinatewise.toml", resolved(CONFIGS / "digits-coordinatewise.toml", folder / "resolved"))
+    write("demo.toml", resolved(CONFIGS / "demo.toml", folder / "resolved"))
     write("configs.json", shipped(folder / "configs"))
     write("evaluation.csv", evaluated(folder / "evaluated"))
     steps = {f"{weights} {options}": stepped(weights, options) for weights in CELLS for options in OPTIONS}

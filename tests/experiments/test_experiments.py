@@ -19,7 +19,7 @@ from l2lopt.core.layout import Layout
 from l2lopt.experiments import config as configs
 from l2lopt.experiments import runs
 
-RECIPE = configs.shipped("digits-coordinatewise.toml")
+RECIPE = configs.demo()
 SMALL = [
     "optimisee.hidden=[3]",
     "optimiser.hidden_size=4",
@@ -39,42 +39,11 @@ SMALL = [
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "demo"
-    l2lopt.meta_train(RECIPE, folder, changes=SMALL)
-    l2lopt.evaluate(folder)
-    l2lopt.plot(folder)
+    l2lopt.demo(folder, changes=SMALL)
     return folder
 
 
-SMALL_DEMO = [
-    "optimisee.hidden=[3]",
-    "trained_on=[{name='mlp', hidden=[3]}]",
-    "optimiser.hidden_size=2",
-    "unroll.length=4",
-    "unroll.estimator={name='es', pairs=1, sigma=0.1, shaping='standardised'}",
-    "meta.updates=1",
-    "meta.validate_every=1",
-    "meta.imitation={runs=1, steps=[2.0], decays=[1.0], updates=2}",
-    "validation.horizons=[4]",
-    "validation.seeds=1",
-    "evaluation.seeds=2",
-    "evaluation.steps=4",
-    "evaluation.horizons=[4]",
-    "evaluation.tuning_seeds=1",
-    "evaluation.baselines=[{optimiser='adam', rates=[0.1]}]",
-    "evaluation.multipliers=[]",
-]
-
-
-def test_the_demo_meta_trains_evaluates_and_draws(tmp_path):
-    result, figures = l2lopt.demo(tmp_path / "demo", changes=SMALL_DEMO)
-    assert {row.optimiser for row in result.table} == {"LSTM per tensor", "adam"}
-    assert {path.name for path in figures} >= {"loss-curves.png", "validation.png"}
-    lines = [json.loads(line) for line in (tmp_path / "demo" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["stage"] for line in lines] == ["validation", "imitation", "meta-train", "validation"]
-    assert (tmp_path / "demo" / "figures" / "controls.png").exists()
-
-
-def test_a_run_leaves_everything(run):
+def test_the_demo_leaves_everything(run):
     names = {path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file()}
     events = {name for name in names if "events.out.tfevents." in name}
     assert len([name for name in events if "/" not in name]) == 1
@@ -248,7 +217,7 @@ def test_files_of_others_are_left_alone(tmp_path, run):
     (own / "config.toml").write_text("mine")
     (own / "figures" / "paper.png").write_text("mine")
     with pytest.raises(UserError, match="expected a new or empty folder, found files that no run has left"):
-        l2lopt.demo(own, changes=SMALL_DEMO)
+        l2lopt.demo(own, changes=SMALL)
     assert (own / "config.toml").read_text() == "mine"
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)

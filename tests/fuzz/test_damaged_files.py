@@ -179,7 +179,7 @@ def read_records(path):
 
 
 def write_config(folder):
-    (folder / "own.toml").write_text(configs.dump(configs.load(configs.shipped("digits-coordinatewise.toml"))))
+    (folder / "own.toml").write_text(configs.dump(configs.load(configs.demo())))
     return folder / "own.toml"
 
 

@@ -20,7 +20,7 @@ from l2lopt.core.errors import UserError
 from l2lopt.experiments import config as configs
 from l2lopt.parallel import processes as distributed
 
-DEMO = configs.shipped("digits-coordinatewise.toml")
+DEMO = configs.demo()
 ROOT = Path(__file__).parents[2]
 RUNS = [
     *SMALL,

@@ -25,7 +25,7 @@ LONGER = [
     "unroll.curriculum=5",
     "mixed_with=[{name='quadratic', size=3}]",
 ]
-DEMO = configs.shipped("digits-coordinatewise.toml")
+DEMO = configs.demo()
 
 
 @pytest.fixture(scope="module")
