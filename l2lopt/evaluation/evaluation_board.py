@@ -18,9 +18,6 @@ def write_evaluation_board(result: Evaluation, folder: Path, figures: Iterable[P
         result: Evaluation.
         folder: Folder of the event files; TensorBoard shows all that were ever written there.
         figures: PNG files of the figures; other files are passed over.
-
-    Example:
-        >>> write_evaluation_board(result, folder / "tensorboard")  # doctest: +SKIP
     """
     losses: dict[str, dict[str, dict[int, list[float]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
     for row in result.rows:
