@@ -23,9 +23,9 @@ def test_every_result_says_how_it_was_made():
     for folder in FOLDERS:
         text = read(f"{folder}/README.md")
         assert text.startswith("# "), folder
-        assert re.search(r"\bl2lopt (reproduce|benchmark|train|demo) |\bl2lopt demo\n|tests/benchmarks/bench_", text), (
-            folder
-        )
+        assert re.search(
+            r"\bl2lopt (reproduce|benchmark|meta-train|train|demo) |\bl2lopt demo\n|tests/benchmarks/bench_", text
+        ), folder
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

@@ -165,6 +165,7 @@ def test_a_mistake_leaves_no_folder(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_runs_are_evaluated_side_by_side(run, tmp_path):
     other = l2lopt.meta_train(RECIPE, tmp_path / "other", changes=[*SMALL, "meta.updates=2"])
     result = l2lopt.evaluate(run, other, changes=["evaluation.baselines=[]", "evaluation.multipliers=[]"])
@@ -233,6 +234,7 @@ def test_a_folder_that_cannot_be_written_in_is_refused(tmp_path):
             l2lopt.meta_train(RECIPE, place, changes=SMALL)
 
 
+@pytest.mark.slow
 def test_runs_of_one_name_keep_a_line_each(run, tmp_path):
     for place in ("a", "b", "c"):
         shutil.copytree(run, tmp_path / place / "lstm")

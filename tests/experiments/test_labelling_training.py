@@ -125,6 +125,7 @@ def test_a_conll_file_trains_and_its_mistakes_are_named_by_their_lines(tmp_path,
     assert str(run / "figures" / "labelled-sequence.png") in out
 
 
+@pytest.mark.slow
 def test_activities_train_with_tensorboard_and_a_figure(tmp_path, monkeypatch, capsys):
     run, source = tmp_path / "run", written(tmp_path, signals(tmp_path))
     code, _, err = called(monkeypatch, capsys, "train", source, "--run", run)

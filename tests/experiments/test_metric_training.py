@@ -147,6 +147,7 @@ def study(folder, config, **changes):
 
 
 @pytest.mark.usefixtures("_without_figures")
+@pytest.mark.slow
 def test_a_study_makes_its_table_and_goes_on_where_it_stood(tmp_path, config, monkeypatch, capsys):
     source, trained = study(tmp_path, config), interrupted(monkeypatch, runs, "train", 2)
     with pytest.raises(KeyboardInterrupt):

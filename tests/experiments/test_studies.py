@@ -284,6 +284,7 @@ def test_a_mistake_can_come_from_another_process():
     assert (str(again), again.where, again.remedy) == (str(mistake), "here", "mend it")
 
 
+@pytest.mark.slow
 def test_a_study_stopped_within_a_piece_loses_one_group(made, tmp_path, monkeypatch):
     """Rows of one: every run is kept by itself until its piece is whole, a diverged one included."""
     rates = [{"optimiser": "sgd", "rates": [0.1, 1e30]}]
@@ -326,6 +327,7 @@ def test_a_study_stopped_within_a_piece_loses_one_group(made, tmp_path, monkeypa
     assert table(tmp_path / "run") == table(again[1].parent)
 
 
+@pytest.mark.slow
 def test_other_data_under_the_same_name_is_noticed(tmp_path, monkeypatch):
     """The images of the folder change between two calls: nothing is taken for theirs."""
     plain, calls = free_runs.run_free, []
