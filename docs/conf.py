@@ -81,8 +81,8 @@ if not autodoc_mock_imports:
     for _name in (*modules("l2lopt"), *modules("optimisees")):
         import_module(_name)
 
-# What a signature says that has no page: an alias of types, which autodoc names as it is written, and pydantic's word for
-# a setting that must be given.
+# What a signature says that has no page: an alias of types, which autodoc names as it is written, and pydantic's word
+# for a setting that must be given.
 nitpick_ignore = [("py:class", "Rate"), ("py:class", "PydanticUndefined")]
 
 colab_repository = _PROJECT.get("urls", {}).get("Repository", "https://github.com/l2lopt/l2lopt")
