@@ -497,6 +497,7 @@ MIXTURES = {
     "same batch": lambda now, after, heldout: (Target(now, 1.0),),
     "heldout": lambda now, after, heldout: (Target(heldout, 1.0),),
     "next batch and heldout": lambda now, after, heldout: (Target(after, 0.3), Target(heldout, 0.7)),
+    "parts of two": lambda now, after, heldout: (Target(after, 0.3, "a"), Target(now, 0.2), Target(heldout, 0.5, "a")),
 }
 """What a step measures after its update."""
 

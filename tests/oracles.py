@@ -382,9 +382,14 @@ def meta_loss(phi, problem, order, objective):
         aux = {name: value.detach() for name, value in aux.items()}
         update, state = problem.update(phi, grads, state, params, loss=loss)
         params = params + update
-        for target in step.targets:
-            loss, _ = problem.loss(params, aux, target.batch)
-            total = total + target.weight * (loss.log() if objective == "log-loss" else loss).mean()
+        parts = {}
+        for number, target in enumerate(step.targets):
+            parts.setdefault(target.part or number, []).append(target)
+        for targets in parts.values():
+            weights = torch.tensor([target.weight for target in targets], dtype=torch.float64)
+            losses = torch.stack([problem.loss(params, aux, target.batch)[0] for target in targets], -1)
+            loss = losses @ (weights / weights.sum()).to(losses.dtype)
+            total = total + weights.sum() * (loss.log() if objective == "log-loss" else loss).mean()
     return total
 
 

@@ -47,10 +47,15 @@ class Carry(NamedTuple):
 
 
 class Target(NamedTuple):
-    """A term of the meta-loss: `weight` times the loss on `batch`, measured after an update."""
+    """A term of the meta-loss: `weight` times the loss on `batch`, measured after an update.
+
+    A step's targets with the same `part` are batches of one loss, the weighted mean over them, and the objective
+    "log-loss" takes its logarithm: a mean of logarithms would reward a rule for a few batches with almost no loss.
+    """
 
     batch: Batch
     weight: float
+    part: str | None = None
 
 
 class InnerStep(NamedTuple):

@@ -10,7 +10,7 @@ from l2lopt.core.errors import UserError
 from l2lopt.core.layout import Params
 from l2lopt.core.types import Carry, InnerStep, Loss, Update, detach
 from l2lopt.estimators.base import EstimatorState, MetaGradient, MetaGradientEstimator
-from l2lopt.estimators.loss_and_gradient import LossAndGradient, Objective, gradient_of, loss_and_gradient, term
+from l2lopt.estimators.loss_and_gradient import LossAndGradient, Objective, gradient_of, loss_and_gradient, target_terms
 
 
 class Backprop(MetaGradientEstimator):
@@ -88,12 +88,12 @@ class Backprop(MetaGradientEstimator):
                 change, optimiser_state = update(leaves, seen.grads, optimiser_state, params, loss=seen.loss)
                 params, aux = params + change, seen.aux
                 known = [loss_and_gradient(loss, params, aux, target.batch, second) for target in step.targets]
-                for measured, target in zip(known, step.targets, strict=True):
-                    piece, weight = term(measured, target.weight, self.objective)
-                    # Detached, or the sum would keep the graph of every closed window alive.
-                    value = value + piece.detach()
-                    # First order: linear in θ with constant factors, so no second derivatives arise.
-                    terms.append(piece if second else (weight[..., None] * measured.grads * params).sum())
+                pieces, weights = target_terms(known, step.targets, self.objective)
+                # Detached, or the sum would keep the graph of every closed window alive.
+                value = sum((piece.detach() for piece in pieces), value)
+                # First order: linear in θ with constant factors, so no second derivatives arise.
+                linear = zip(weights, known, strict=True)
+                terms += pieces if second else [(weight[..., None] * m.grads * params).sum() for weight, m in linear]
             close_window()
         finite = all(bool(t.isfinite().all()) for t in (value, params, *gradient.values()))
         trajectory = torch.stack(losses) if losses else carry.params.new_zeros(0)

@@ -20,7 +20,7 @@ from l2lopt.estimators.coordinate_sample import mean_adjoint, sample_size, strat
 from l2lopt.estimators.dependencies import Dependencies, dependencies
 from l2lopt.estimators.exchange import Alone
 from l2lopt.estimators.locality import check_locality
-from l2lopt.estimators.loss_and_gradient import LossAndGradient, Objective, loss_and_gradient, term
+from l2lopt.estimators.loss_and_gradient import LossAndGradient, Objective, loss_and_gradient, target_terms
 from l2lopt.estimators.memory_plan import Plan, activations, available_memory, seconds_of, timed
 from l2lopt.estimators.record import Record, VectorPool, copies_of
 from l2lopt.estimators.replay import autograd_replay, emptied, taped_mean_adjoint, through_the_networks
@@ -153,12 +153,10 @@ class Blockwise(MetaGradientEstimator):
                     check(way.update, phi, change, window.record.recorder.meeting)
                 params, aux = params + change, seen.aux
                 window.record.step(grads, seen.loss, change)
-            known = []
-            for target in step.targets:
-                measured = loss_and_gradient(loss, params, aux, target.batch)
-                piece, weight = term(measured, target.weight, self.objective)
-                value = value + piece
-                known.append((measured, weight))
+            measured = [loss_and_gradient(loss, params, aux, target.batch) for target in step.targets]
+            pieces, weights = target_terms(measured, step.targets, self.objective)
+            value = sum(pieces, value)
+            known = list(zip(measured, weights, strict=True))
         close()
         summed = {name: piece.to(phi[name].dtype) for name, piece in gradient.items()}
         finite = all(bool(t.isfinite().all()) for t in (value, params, *summed.values()))

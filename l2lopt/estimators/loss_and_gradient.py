@@ -1,12 +1,13 @@
 """A loss and its gradient at one θ, as the unrolls by backpropagation take them."""
 
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from l2lopt.core.layout import Params
-from l2lopt.core.types import Aux, Batch, Loss, detach
+from l2lopt.core.types import Aux, Batch, Loss, Target, detach
 
 Objective: TypeAlias = Literal["loss", "log-loss"]
 """What the meta-loss sums: the losses, or their logarithms."""
@@ -32,13 +33,57 @@ def loss_and_gradient(loss: Loss, params: Tensor, aux: Aux, batch: Batch, second
     return LossAndGradient(batch, value if second else value.detach(), grads, detach(moved))
 
 
-def term(measured: LossAndGradient, weight: float, objective: Objective) -> tuple[Tensor, Tensor]:
-    """A target's term of the meta-loss, mean over rows, and its derivative w f'(ℓ) / rows by each row's loss."""
-    rows = max(measured.loss.numel(), 1)
-    value, derivative = measured.loss, weight / rows * torch.ones_like(measured.loss)
-    if objective == "log-loss":
-        value, derivative = value.log(), derivative / measured.loss
-    return weight * value.sum() / rows, derivative
+def parts_of(targets: Sequence[Target], objective: Objective) -> list[tuple[float, dict[int, float]]]:
+    """The losses that a step's targets are batches of: the weight of each, and its targets by index with their shares.
+
+    For "loss" every target stands alone, as a sum of means is the same sum.
+
+    Args:
+        targets: Targets of one step.
+        objective: "loss" or "log-loss".
+    """
+    members: dict[object, list[int]] = {}
+    for index, target in enumerate(targets):
+        alone = target.part is None or objective == "loss"
+        members.setdefault(index if alone else target.part, []).append(index)
+    parts = []
+    for indices in members.values():
+        weight = sum(targets[index].weight for index in indices)
+        # Without a division where it stands alone: its share is 1 for the weight 0, too.
+        shares = [1.0] if len(indices) == 1 else [targets[index].weight / weight for index in indices]
+        parts.append((weight, dict(zip(indices, shares, strict=True))))
+    return parts
+
+
+def target_terms(
+    measured: Sequence[LossAndGradient], targets: Sequence[Target], objective: Objective
+) -> tuple[list[Tensor], list[Tensor]]:
+    """A step's terms of the meta-loss, means over rows, and for each target their derivative by each row's loss on it.
+
+    For a part of the weight w with the loss ℓ̄, the mean of its targets' losses, the term is w ℓ̄ or w log ℓ̄.
+
+    Args:
+        measured: Loss on the batch of each target.
+        targets: Targets of one step.
+        objective: "loss" or "log-loss".
+    """
+    values, derivatives = [], [each.loss for each in measured]
+    for weight, shares in parts_of(targets, objective):
+        value = mean_of_part([each.loss for each in measured], shares)
+        rows = max(value.numel(), 1)
+        derivative = weight / rows * torch.ones_like(value)
+        if objective == "log-loss":
+            value, derivative = value.log(), derivative / value
+        values.append(weight * value.sum() / rows)
+        for index, share in shares.items():
+            derivatives[index] = share * derivative
+    return values, derivatives
+
+
+def mean_of_part(losses: Sequence[Tensor], shares: Mapping[int, float]) -> Tensor:
+    """Σ_i share_i ℓ_i over a part's targets."""
+    first, *others = (losses[index] if share == 1 else share * losses[index] for index, share in shares.items())
+    return sum(others, first)
 
 
 def gradient_of(value: Tensor, leaves: Params) -> Params:

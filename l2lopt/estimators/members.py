@@ -9,6 +9,7 @@ from torch import Tensor
 from l2lopt.core.layout import Params
 from l2lopt.core.phi_rows import gradients_of_rows, losses_of_rows, over_phi, row_of, stack_carries
 from l2lopt.core.types import Batch, Carry, InnerStep, Loss, Update
+from l2lopt.estimators.loss_and_gradient import Objective, mean_of_part, parts_of
 from l2lopt.estimators.window import BlockUpdate, RowStep
 
 
@@ -32,7 +33,7 @@ def run_members(
     rules: Params,
     starts: Sequence[Carry],
     steps: Sequence[InnerStep],
-    objective: Literal["loss", "log-loss"] = "loss",
+    objective: Objective = "loss",
     rows: int | None = None,
     backend: Literal["eager", "compile"] = "eager",
     floor: float = 0.0,
@@ -66,7 +67,7 @@ def _run_rows(
     rules: Params,
     carry: Carry,
     steps: Sequence[InnerStep],
-    objective: str,
+    objective: Objective,
     backend: str,
     floor: float,
 ) -> tuple[Tensor, Carry, Tensor]:
@@ -78,10 +79,11 @@ def _run_rows(
         measured, carry = advance(carry, step.batch, rules)
         losses.append(measured)
         with torch.no_grad():
-            for target in step.targets:
-                term, _ = loss_rows(carry.params, carry.aux, target.batch)
+            measured_after = [loss_rows(carry.params, carry.aux, target.batch)[0] for target in step.targets]
+            for weight, shares in parts_of(step.targets, objective):
+                term = mean_of_part(measured_after, shares)
                 term = (term + floor).log() if objective == "log-loss" else term
-                values = values + target.weight * term.reshape(len(term), -1).mean(1)
+                values = values + weight * term.reshape(len(term), -1).mean(1)
     trajectory = torch.stack(losses) if losses else carry.params.new_zeros(0, *carry.params.shape[:-1])
     return values, carry, trajectory
 

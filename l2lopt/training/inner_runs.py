@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from l2lopt import kernels
 from l2lopt.core.layout import Layout, Params
 from l2lopt.core.seeding import generator, seed_of
-from l2lopt.core.types import Batch, Carry, InnerStep, Loss, Target, Update
+from l2lopt.core.types import Carry, InnerStep, Loss, Target, Update
 from l2lopt.estimators import EstimatorState, MetaGradientEstimator
 from l2lopt.optimisee import Optimisee, Split, flat_loss
 from l2lopt.optimisers import Optimiser
@@ -250,22 +250,24 @@ def inner_steps(
     split: Split = "inner" if targets.holds_out else "train"
     batch = optimisee.batch(split, seed, first)
     for step in range(first, first + count):
-        measured: list[tuple[Batch, float]] = []
+        measured: list[Target] = []
         following = optimisee.batch(split, seed, step + 1)
         if targets.next:
-            measured.append((following, targets.next))
+            measured.append(Target(following, targets.next))
         if targets.same:
-            measured.append((batch, targets.same))
+            measured.append(Target(batch, targets.same))
         if targets.heldout:
-            measured.append((optimisee.batch("heldout", seed, step), targets.heldout))
+            measured.append(Target(optimisee.batch("heldout", seed, step), targets.heldout))
         if step + 1 == length:
             # Meta-gradients are divided by the number of steps, and the end is no mean over them.
             share = count / targets.end_batches
             for number in range(targets.end_batches if targets.end else 0):
-                measured.append((optimisee.batch(split, seed, step + 1 + number), share * targets.end))
+                found = optimisee.batch(split, seed, step + 1 + number)
+                measured.append(Target(found, share * targets.end, "end"))
             for number in range(targets.end_batches if targets.end_heldout else 0):
-                measured.append((optimisee.batch("heldout", seed, step + number), share * targets.end_heldout))
-        yield InnerStep(batch, tuple(Target(*pair) for pair in measured))
+                found = optimisee.batch("heldout", seed, step + number)
+                measured.append(Target(found, share * targets.end_heldout, "held-out end"))
+        yield InnerStep(batch, tuple(measured))
         batch = following  # the same object: estimators then know that they have its gradient already
 
 
