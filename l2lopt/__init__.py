@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from l2lopt.experiments.benchmark import benchmark
     from l2lopt.experiments.comparison_study import reproduce
     from l2lopt.experiments.controls import controls
+    from l2lopt.experiments.demo import demo
     from l2lopt.experiments.make_optimisee import make_optimisee
-    from l2lopt.experiments.runs import demo, evaluate, meta_train, plot, publish, train
+    from l2lopt.experiments.runs import evaluate, meta_train, plot, publish, train
     from l2lopt.experiments.samples import paint as paint  # the earlier name of sample_images
     from l2lopt.experiments.samples import sample, sample_images
     from l2lopt.torch_optim.learned_optimizer import LearnedOptimizer
@@ -29,7 +30,7 @@ _HOME = {
     "UserError": "core.errors",
     "benchmark": "experiments.benchmark",
     "controls": "experiments.controls",
-    "demo": "experiments.runs",
+    "demo": "experiments.demo",
     "evaluate": "experiments.runs",
     "list_weights": "weights.files",
     "load": "weights.files",

@@ -77,21 +77,21 @@ Data = Annotated[
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier run in the folder.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on where an interrupted run stands.")]
-Cache = Annotated[Path | None, typer.Option("--cache", help="Where runs are kept for other benchmarks and studies.")]
+Cache = Annotated[Path | None, typer.Option("--cache", help="Where runs are kept for other comparisons.")]
 
 
 @app.command()
 def demo(run: Run = None, changes: Set = None, seed: Seed = None, device: Device = None) -> None:
-    """Meta-train an optimiser on 8×8 digits, compare it with tuned baselines, draw the curves (4 to 5 minutes)."""
+    """Meta-train an optimiser on 8×8 digits, compare it with tuned baselines, draw the curves (2 to 3 minutes)."""
     from l2lopt.experiments import config as configs
 
     given = _changes(changes, seed, device)
     configs.load(configs.demo(), given)
-    from l2lopt.experiments import runs as experiments
+    from l2lopt.experiments import demo as demos
 
     folder = run or Path("runs/demo")
     with progress() as report:
-        result, figures = experiments.demo(folder, changes=given, report=report)
+        result, figures = demos.demo(folder, changes=given, report=report)
     _show(result)
     list_files([folder / "optimiser.safetensors", folder / "evaluation.csv", *figures])
 
@@ -119,7 +119,9 @@ def meta_train(
 
 
 @app.command()
-def evaluate(runs: Runs, changes: Set = None, seed: Seed = None, device: Device = None, data: Data = None) -> None:
+def evaluate(
+    runs: Runs, changes: Set = None, seed: Seed = None, device: Device = None, data: Data = None, cache: Cache = None
+) -> None:
     """Compare the learned optimisers of one or more runs with tuned baselines on the same fresh problems."""
     from l2lopt.experiments import config as configs
 
@@ -129,7 +131,7 @@ def evaluate(runs: Runs, changes: Set = None, seed: Seed = None, device: Device 
     from l2lopt.experiments import runs as experiments
 
     with progress() as report:
-        result = experiments.evaluate(*runs, changes=given, report=report)
+        result = experiments.evaluate(*runs, changes=given, cache=cache, report=report)
     _show(result)
     list_files([run / "evaluation.csv" for run in runs])
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -11,12 +12,15 @@ from l2lopt.core.errors import UserError
 from l2lopt.core.types import Report, silent
 from l2lopt.evaluation import contestants
 from l2lopt.evaluation.contestants import Contestant
+from l2lopt.evaluation.free_runs import RunCache, no_cache
 from l2lopt.evaluation.settings import SPLITS, EvaluationSettings
 from l2lopt.evaluation.torch_classes import OptimizerFactory
 from l2lopt.evaluation.tuned_runs import Choices, OptimiserRun, Problems, check_heldout, optimiser_run
 from l2lopt.optimisee import Optimisee
 from l2lopt.optimisers import Optimiser
 from l2lopt.report.interval import half_width
+
+NO_CACHES: Mapping[str, RunCache] = MappingProxyType({})
 
 
 class Row(NamedTuple):
@@ -81,6 +85,7 @@ def evaluate(
     *,
     seed: int = 0,
     report: Report = silent,
+    caches: Mapping[str, RunCache] = NO_CACHES,
 ) -> Evaluation:
     """Learned optimisers against tuned baselines on the same fresh problems.
 
@@ -97,6 +102,7 @@ def evaluate(
         settings: Seeds, steps, horizons, baselines.
         seed: Seed of all seeds.
         report: Progress.
+        caches: Name of an optimiser in the results → store of its runs' curves, of those that have one.
 
     Raises:
         UserError: For two optimisers of one name, a horizon beyond the end, a baseline that does not take the
@@ -112,8 +118,11 @@ def evaluate(
         baseline.check(optimisee)  # before hours of work
     if any(len(contestant.rates) > 1 for contestant in entered):
         check_heldout(optimisee, "evaluation")
-    problems = Problems(optimisee, settings, seed, report)
-    result = compare({contestant.name: optimiser_run(contestant, problems) for contestant in entered}, horizons)
+    runs = {}
+    for contestant in entered:
+        problems = Problems(optimisee, settings, seed, report, caches.get(contestant.name, no_cache))
+        runs[contestant.name] = optimiser_run(contestant, problems)
+    result = compare(runs, horizons)
     result.proper.update(proper_names(settings))
     return result
 

@@ -9,15 +9,21 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from l2lopt.core.digest import opened
+from l2lopt.core.registry import Choice
+from l2lopt.evaluation.contestants import tuned_name
 from l2lopt.evaluation.free_runs import Curves
-from l2lopt.evaluation.settings import SPLITS
+from l2lopt.evaluation.settings import SPLITS, Baseline
 from l2lopt.evaluation.tuned_runs import Choices, OptimiserRun, TunedRun, choice_facts
+from l2lopt.experiments.run_facts import problem_facts, run_facts
+from l2lopt.optimisee import Optimisee
+from l2lopt.optimisers import Optimiser
 from l2lopt.storage.run_log import write_json
 
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError)
@@ -60,6 +66,31 @@ class FileCache:
         facts = {"steps": curves.steps, "losses": rows, "first": curves.first.tolist(), "seconds": curves.seconds}
         write_json(path, {"work": text, **facts}, seal=True)
         return curves
+
+
+def contestant_caches(
+    folder: str | Path,
+    choice: Choice | Optimisee,
+    optimisee: Optimisee,
+    baselines: Sequence[Baseline],
+    rules: Mapping[str, Optimiser] = MappingProxyType({}),
+) -> dict[str, FileCache]:
+    """The store of each contestant's runs on a problem, all in one folder: name → store.
+
+    A learned rule's second row, with the best multiplier, is a contestant of its own.
+
+    Args:
+        folder: Folder of the files.
+        choice: Choice of the problem, or the problem itself.
+        optimisee: Problem.
+        baselines: Baselines.
+        rules: Name → learned rule, as it takes part.
+    """
+    problem = problem_facts(choice, optimisee)
+    caches = {baseline.name: FileCache(folder, run_facts(problem, baseline)) for baseline in baselines}
+    for name, rule in rules.items():
+        caches[name] = caches[tuned_name(name)] = FileCache(folder, run_facts(problem, rule))
+    return caches
 
 
 def write_run(path: Path, work: Mapping[str, Any], run: OptimiserRun) -> None:

@@ -19,6 +19,7 @@ from l2lopt.experiments import build, from_python
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import Config, TrainConfig, meta_training_config, training_config
 from l2lopt.experiments.controls import leave_controls
+from l2lopt.experiments.run_cache import FileCache, contestant_caches
 from l2lopt.experiments.run_folder import (
     claimed,
     draw_evaluation,
@@ -127,6 +128,7 @@ def evaluate(
     *runs: str | Path,
     optimisee: Optimisee | Sequence[Optimisee] | None = None,
     changes: Sequence[str] = (),
+    cache: str | Path | None = None,
     report: Report = silent,
 ) -> Evaluation:
     """Compares the learned optimisers of one or more runs with tuned baselines, all on the same fresh problems.
@@ -138,6 +140,7 @@ def evaluate(
         runs: Folders that `meta_train` left; several must agree on optimisee, seed and evaluation.
         optimisee: The optimisee that the runs were given, if it was made in Python; of several the first.
         changes: Changes to their configs, such as "evaluation.seeds=50".
+        cache: Folder where the free runs are kept for other evaluations, benchmarks and studies; None: nowhere.
         report: The function that is told the progress.
 
     Raises:
@@ -168,7 +171,7 @@ def evaluate(
                 raise UserError(str(folder), expected=expected, found=found, remedy="evaluate it by itself")
     with processes.together(), ExitStack() as held:
         first = build.build(_alone(settings[0]), from_python.listed(optimisee)[:1])
-        learned = {}
+        learned, rules = {}, {}
         for folder, own in zip(folders, settings, strict=True):
             names = (own.name, f"{own.name} ({folder.name})", f"{own.name} ({folder})")
             name = next((name for name in names if name not in learned), None)
@@ -177,12 +180,18 @@ def evaluate(
             optimiser = build.match_dtype(
                 weights.load(folder / "optimiser.safetensors", trusted=True), [first.optimisee]
             )
+            rules[name] = optimiser
             learned[name] = kernels.fuse(optimiser.to(build.device(own.device)), own.backend)
         locks = [locked(folder) for folder in {folder.resolve(): folder for folder in folders}.values()]
         processes.on_first(lambda: list(map(held.enter_context, locks)))
+        asked = settings[0].evaluation
+        caches: Mapping[str, FileCache] = {}
+        if cache is not None:
+            problem = settings[0].optimisee if optimisee is None else first.optimisee
+            caches = contestant_caches(cache, problem, first.optimisee, asked.baselines, rules)
         with cpu_threads(settings[0].threads):
             result = comparison.evaluate(
-                learned, first.optimisee, settings[0].evaluation, seed=settings[0].seed, report=report
+                learned, first.optimisee, asked, seed=settings[0].seed, report=report, caches=caches
             )
         for folder in folders if processes.rank() == 0 else ():
             leave_evaluation(folder, result)
@@ -348,21 +357,6 @@ def publish(run: str | Path, path: str | Path, **facts: Any) -> Path:
         training["comparisons"] = {"its own problem": evaluation_summary(folder / "evaluation.json")["table"]}
     weights.save(weights.load(file, trusted=True), path, training | facts)
     return Path(path)
-
-
-def demo(
-    run: str | Path = "runs/demo", *, changes: Sequence[str] = (), report: Report = silent
-) -> tuple[Evaluation, list[Path]]:
-    """Meta-trains the demo's optimiser, evaluates it, draws the curves; an earlier demo in the folder is replaced.
-
-    Example:
-        >>> import l2lopt
-        >>> result, paths = l2lopt.demo("runs/demo")  # doctest: +SKIP
-        >>> [path.name for path in paths]  # after four to five minutes on two cores  # doctest: +SKIP
-        ['loss-curves.png', 'loss-curves.svg', 'validation.png', 'validation.svg']
-    """
-    folder = meta_train(configs.demo(), run, changes=changes, overwrite=True, report=report)
-    return evaluate(folder, report=report), plot(folder)
 
 
 def _log_position(checkpoint: CheckpointFile) -> tuple[int, str | None]:
