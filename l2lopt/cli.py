@@ -82,7 +82,7 @@ Cache = Annotated[Path | None, typer.Option("--cache", help="Where runs are kept
 
 @app.command()
 def demo(run: Run = None, changes: Set = None, seed: Seed = None, device: Device = None) -> None:
-    """Meta-train an optimiser on 8×8 digits, compare it with tuned baselines, draw the curves (2 to 3 minutes)."""
+    """Meta-train an optimiser on 8×8 digits, compare it with tuned baselines, draw the curves (3 to 4 minutes)."""
     from l2lopt.experiments import config as configs
 
     given = _changes(changes, seed, device)

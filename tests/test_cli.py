@@ -15,7 +15,7 @@ from l2lopt.weights import files
 
 from test_experiments import SMALL  # isort: skip
 
-DEMO = str(configs.demo())
+RECIPE = str(configs.shipped("digits-coordinatewise.toml"))
 
 
 def called(monkeypatch, capsys, *arguments):
@@ -58,7 +58,7 @@ def test_steps_made_before_do_not_count_for_the_time_left(monkeypatch, capsys):
 
 def test_meta_train_evaluate_plot(tmp_path, monkeypatch, capsys):
     run = tmp_path / "run"
-    code, out, err = called(monkeypatch, capsys, "meta-train", DEMO, "--run", run, "--seed", 3, *sets(SMALL))
+    code, out, err = called(monkeypatch, capsys, "meta-train", RECIPE, "--run", run, "--seed", 3, *sets(SMALL))
     assert (code, err) == (0, "")
     assert "meta-train: 4/4" in out
     assert "seed = 3" in (run / "config.toml").read_text()
@@ -75,9 +75,9 @@ def test_meta_train_evaluate_plot(tmp_path, monkeypatch, capsys):
     ("arguments", "message"),
     [
         (["meta-train", "none.toml"], "none.toml: expected a config file, found nothing"),
-        (["meta-train", DEMO, "--set", "unroll.lenght=3"], "did you mean 'length'?"),
-        (["meta-train", DEMO, "--device", "gpu"], "expected a device of this machine"),
-        (["meta-train", DEMO, "--seed", "-1"], "seed: expected greater than or equal to 0"),
+        (["meta-train", RECIPE, "--set", "unroll.lenght=3"], "did you mean 'length'?"),
+        (["meta-train", RECIPE, "--device", "gpu"], "expected a device of this machine"),
+        (["meta-train", RECIPE, "--seed", "-1"], "seed: expected greater than or equal to 0"),
         (
             ["evaluate", "nowhere"],
             "nowhere: expected a run's folder, found nothing; give one that an earlier",
@@ -90,7 +90,7 @@ def test_meta_train_evaluate_plot(tmp_path, monkeypatch, capsys):
         (["reproduce", "fig4"], "expected a study's file, found nothing; give its path, or one of fig3"),
         (["benchmark", "smok"], "expected a suite's file, found nothing; give its path, or one of smoke"),
         (["meta-train"], "Missing argument"),
-        (["meta-train", DEMO, "--sett", "a=1"], "No such option"),
+        (["meta-train", RECIPE, "--sett", "a=1"], "No such option"),
         (["demoo"], "No such command"),
     ],
 )
@@ -113,7 +113,7 @@ def test_without_a_command_the_help_is_shown(monkeypatch, capsys):
 
 def test_damaged_weights_end_in_one_line(tmp_path, monkeypatch, capsys):
     run = tmp_path / "run"
-    called(monkeypatch, capsys, "meta-train", DEMO, "--run", run, *sets(SMALL))
+    called(monkeypatch, capsys, "meta-train", RECIPE, "--run", run, *sets(SMALL))
     weights = run / "optimiser.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     code, _, err = called(monkeypatch, capsys, "evaluate", run)
@@ -195,7 +195,7 @@ def test_damaged_records_end_in_one_line(tmp_path, monkeypatch, capsys, name, co
     ],
 )
 def test_more_mistakes_end_in_one_line(tmp_path, monkeypatch, capsys, change, message):
-    code, _, err = called(monkeypatch, capsys, "meta-train", DEMO, "--run", tmp_path / "run", "--set", change)
+    code, _, err = called(monkeypatch, capsys, "meta-train", RECIPE, "--run", tmp_path / "run", "--set", change)
     assert (code, err.count("\n")) == (2, 1)
     assert message in err
     assert not (tmp_path / "run").exists()

@@ -43,8 +43,8 @@ TINY = {
         "baselines": [{"optimiser": name, "rates": [0.01, 0.1]} for name in ("sgd", "adam")],
     },
 }
-DEMO = ["meta.updates=3", "validation.horizons=[20]"]
-"""The shipped demo's own network, rule and unrolls, with fewer updates and shorter validations."""
+RECIPE = ["meta.updates=3", "validation.horizons=[20]"]
+"""The coordinatewise recipe's own network, rule and unrolls, with fewer updates and shorter validations."""
 
 COMMANDS = ["demo", "meta-train", "evaluate", "train", "sample", "plot", "controls", "weights", "reproduce"]
 CALLS = [
@@ -171,8 +171,8 @@ def trained(kind, folder, **options):
     return left(run)
 
 
-def demo(folder, changes=()):
-    return left(l2lopt.meta_train(CONFIGS / "demo.toml", folder, changes=changes))
+def recipe(folder, changes=()):
+    return left(l2lopt.meta_train(CONFIGS / "digits-coordinatewise.toml", folder, changes=changes))
 
 
 def left(run):
@@ -312,7 +312,7 @@ def test_answers_and_mistakes(printed):
 
 @pytest.mark.slow
 def test_the_shipped_configs(tmp_path):
-    assert resolved(CONFIGS / "demo.toml", tmp_path / "first") == kept("demo.toml")
+    assert resolved(CONFIGS / "digits-coordinatewise.toml", tmp_path / "first") == kept("recipe.toml")
     assert shipped(tmp_path) == kept("configs.json")
 
 
@@ -328,13 +328,13 @@ def test_on_two_threads_it_is_the_same(tmp_path, numbers):
     assert trained(kind, tmp_path / "run", threads=2) == numbers["meta-training"][kind]
 
 
-def test_the_demos_first_updates(tmp_path, numbers):
-    assert demo(tmp_path / "run", DEMO) == numbers["demo"]
+def test_the_recipes_first_updates(tmp_path, numbers):
+    assert recipe(tmp_path / "run", RECIPE) == numbers["recipe"]
 
 
 @pytest.mark.slow
-def test_the_demos_weights(tmp_path, numbers):
-    assert demo(tmp_path / "run") == numbers["whole demo"]
+def test_the_recipes_weights(tmp_path, numbers):
+    assert recipe(tmp_path / "run") == numbers["whole recipe"]
 
 
 def test_an_evaluation(tmp_path, numbers):
@@ -352,14 +352,14 @@ def test_ten_steps(numbers, weights, options):
 
 
 def write_all(folder, whole):
-    """Writes `tests/golden` anew; the whole demo, which takes minutes, only where it is asked for."""
+    """Writes `tests/golden` anew; the whole recipe, which takes minutes, only where it is asked for."""
     torch.set_num_threads(1)
     GOLDEN.mkdir(exist_ok=True)
-    before = kept("numbers.json").get("whole demo") if (GOLDEN / "numbers.json").exists() else None
+    before = kept("numbers.json").get("whole recipe") if (GOLDEN / "numbers.json").exists() else None
     write("layout.json", layout())
     for name, text in said(folder).items():
         write(name, text)
-    write("demo.toml", resolved(CONFIGS / "demo.toml", folder / "resolved"))
+    write("recipe.toml", resolved(CONFIGS / "digits-coordinatewise.toml", folder / "resolved"))
     write("configs.json", shipped(folder / "configs"))
     write("evaluation.csv", evaluated(folder / "evaluated"))
     steps = {f"{weights} {options}": stepped(weights, options) for weights in CELLS for options in OPTIONS}
@@ -367,8 +367,8 @@ def write_all(folder, whole):
         "machine": machine(),
         "meta-training": {kind: trained(kind, folder / kind) for kind in KINDS},
         "steps": steps,
-        "demo": demo(folder / "demo", DEMO),
-        "whole demo": demo(folder / "whole demo") if whole else before,
+        "recipe": recipe(folder / "recipe", RECIPE),
+        "whole recipe": recipe(folder / "whole recipe") if whole else before,
     }
     write("numbers.json", numbers)
 

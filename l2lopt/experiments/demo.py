@@ -40,7 +40,7 @@ def demo(
     Example:
         >>> import l2lopt
         >>> result, paths = l2lopt.demo("runs/demo")  # doctest: +SKIP
-        >>> [path.name for path in paths]  # after two to three minutes on two cores  # doctest: +SKIP
+        >>> [path.name for path in paths]  # after three to four minutes on two cores  # doctest: +SKIP
         ['loss-curves.png', 'loss-curves.svg', 'controls.png', 'controls.svg', 'validation.png', 'validation.svg']
     """
     processes.alone("demo")

@@ -14,17 +14,23 @@ from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import Config, TrainConfig
 from l2lopt.weights import files
 
-DEMO = configs.demo()
+RECIPE = configs.shipped("digits-coordinatewise.toml")
 
 
-def test_the_demos_config_builds():
-    experiment = build.build(configs.load(DEMO))
+def test_the_recipe_builds():
+    experiment = build.build(configs.load(RECIPE))
     assert sum(p.numel() for p in experiment.optimiser.cell.parameters()) == 3280
     assert experiment.config.name == "learned-lstm"
 
 
+def test_the_demo_builds():
+    experiment = build.build(configs.load(configs.demo()))
+    assert sum(p.numel() for p in experiment.optimiser.parameters()) == 282
+    assert experiment.config.name == "learned-hierarchical"
+
+
 def test_a_config_survives_being_written(tmp_path):
-    config = configs.load(DEMO, ["unroll.length=7", "label='x'"])
+    config = configs.load(RECIPE, ["unroll.length=7", "label='x'"])
     path = tmp_path / "config.toml"
     path.write_text(configs.dump(config))
     assert configs.load(path) == config
@@ -54,7 +60,7 @@ def test_every_field_is_documented():
     ],
 )
 def test_a_change_reaches_its_field(change, value):
-    assert value(configs.load(DEMO, [change]))
+    assert value(configs.load(RECIPE, [change]))
 
 
 def test_a_name_becomes_a_table_when_its_option_is_changed():
@@ -112,7 +118,7 @@ MISTAKES = [
 @pytest.mark.parametrize(("change", "message"), MISTAKES, ids=[change for change, _ in MISTAKES])
 def test_a_mistake_is_told_in_one_line(change, message):
     with pytest.raises(UserError, match=message) as caught:
-        build.build(configs.load(DEMO, ["seed=0", change]))
+        build.build(configs.load(RECIPE, ["seed=0", change]))
     text = str(caught.value)
     assert "\n" not in text
     assert "expected" in text

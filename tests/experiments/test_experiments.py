@@ -19,7 +19,7 @@ from l2lopt.core.layout import Layout
 from l2lopt.experiments import config as configs
 from l2lopt.experiments import runs
 
-RECIPE = configs.demo()
+RECIPE = configs.shipped("digits-coordinatewise.toml")
 SMALL = [
     "optimisee.hidden=[3]",
     "optimiser.hidden_size=4",
@@ -38,12 +38,13 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs") / "demo"
-    l2lopt.demo(folder, changes=SMALL)
+    folder = l2lopt.meta_train(RECIPE, tmp_path_factory.mktemp("runs") / "run", changes=SMALL)
+    l2lopt.evaluate(folder)
+    runs.plot(folder)
     return folder
 
 
-def test_the_demo_leaves_everything(run):
+def test_a_run_leaves_everything(run):
     names = {path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file()}
     events = {name for name in names if "events.out.tfevents." in name}
     assert len([name for name in events if "/" not in name]) == 1
@@ -178,7 +179,7 @@ def test_runs_are_evaluated_side_by_side(run, tmp_path):
 
 def test_runs_on_different_problems_are_not_compared(run, tmp_path):
     other = l2lopt.meta_train(RECIPE, tmp_path / "other", changes=[*SMALL, "optimisee.hidden=[5]"])
-    with pytest.raises(UserError, match=r"other: expected the optimisee of .*demo, found another"):
+    with pytest.raises(UserError, match=r"other: expected the optimisee of .*run, found another"):
         l2lopt.evaluate(run, other)
 
 
@@ -218,7 +219,7 @@ def test_files_of_others_are_left_alone(tmp_path, run):
     (own / "config.toml").write_text("mine")
     (own / "figures" / "paper.png").write_text("mine")
     with pytest.raises(UserError, match="expected a new or empty folder, found files that no run has left"):
-        l2lopt.demo(own, changes=SMALL)
+        l2lopt.meta_train(RECIPE, own, changes=SMALL)
     assert (own / "config.toml").read_text() == "mine"
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)

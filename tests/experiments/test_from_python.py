@@ -175,7 +175,7 @@ def test_an_optimiser_to_be_meta_trained_is_a_choice(tmp_path):
     with pytest.raises(UserError, match="optimiser: expected one to be meta-trained from the start, found a Coord"):
         l2lopt.meta_train(problem(), tmp_path / "run", optimiser=optimisers.make("coordinatewise"))
     with pytest.raises(UserError, match="optimiser: expected none beside a config, found 'coordinatewise'"):
-        l2lopt.meta_train(configs.demo(), tmp_path / "run", optimiser="coordinatewise")
+        l2lopt.meta_train("demo", tmp_path / "run", optimiser="coordinatewise")
 
 
 def test_the_device_is_the_optimisees():

@@ -20,7 +20,7 @@ from l2lopt.core.errors import UserError
 from l2lopt.experiments import config as configs
 from l2lopt.parallel import processes as distributed
 
-DEMO = configs.demo()
+RECIPE = configs.shipped("digits-coordinatewise.toml")
 ROOT = Path(__file__).parents[2]
 RUNS = [
     *SMALL,
@@ -40,7 +40,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 def command(run, *options, changes=RUNS):
     sets = [part for change in changes for part in ("--set", change)]
-    return [*TORCHRUN, "-m", "--", "l2lopt", "meta-train", str(DEMO), "--run", str(run), *options, *sets]
+    return [*TORCHRUN, "-m", "--", "l2lopt", "meta-train", str(RECIPE), "--run", str(run), *options, *sets]
 
 
 def environment():
@@ -61,7 +61,7 @@ def test_torchrun_leaves_what_one_process_leaves(tmp_path, changes):
         pytest.importorskip("cmaes", reason='cmaes is missing: pip install "l2lopt[cma]"')
     done = called(command(tmp_path / "two", changes=changes))
     assert done.returncode == 0, done.stderr
-    whole = l2lopt.meta_train(DEMO, tmp_path / "one", changes=changes)
+    whole = l2lopt.meta_train(RECIPE, tmp_path / "one", changes=changes)
     assert files(tmp_path / "two") == files(whole)
     assert done.stdout.count("meta-train: 10/10") == 1  # one of them talks
 
@@ -169,7 +169,7 @@ def test_a_killed_rank_ends_the_run_and_the_checkpoint_resumes_it(tmp_path, vict
     assert not (tmp_path / "run" / "optimiser.safetensors").exists()
     done = called(command(tmp_path / "run", "--resume", changes=changes))
     assert done.returncode == 0, done.stderr
-    whole = l2lopt.meta_train(DEMO, tmp_path / "whole", changes=changes)
+    whole = l2lopt.meta_train(RECIPE, tmp_path / "whole", changes=changes)
     assert files(tmp_path / "run") == files(whole)
 
 

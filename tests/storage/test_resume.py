@@ -25,16 +25,16 @@ LONGER = [
     "unroll.curriculum=5",
     "mixed_with=[{name='quadratic', size=3}]",
 ]
-DEMO = configs.demo()
+RECIPE = configs.shipped("digits-coordinatewise.toml")
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    return l2lopt.meta_train(DEMO, tmp_path_factory.mktemp("runs") / "whole", changes=LONGER)
+    return l2lopt.meta_train(RECIPE, tmp_path_factory.mktemp("runs") / "whole", changes=LONGER)
 
 
 def killed(folder, moment, changes=LONGER, **options):
-    killed_work(partial(l2lopt.meta_train, DEMO, folder, changes=changes, **options), moment)
+    killed_work(partial(l2lopt.meta_train, RECIPE, folder, changes=changes, **options), moment)
 
 
 def files(folder):
@@ -45,7 +45,7 @@ def files(folder):
 def test_killed_and_resumed_equals_the_whole_run(whole, tmp_path, moments):
     for attempt, moment in enumerate(moments):
         killed(tmp_path / "run", moment, resume=attempt > 0)
-    l2lopt.meta_train(DEMO, tmp_path / "run", changes=LONGER, resume=True)
+    l2lopt.meta_train(RECIPE, tmp_path / "run", changes=LONGER, resume=True)
     assert files(tmp_path / "run") == files(whole)
 
 
@@ -58,23 +58,23 @@ def test_killed_and_resumed_equals_the_whole_run(whole, tmp_path, moments):
 )
 def test_an_estimators_state_is_resumed(tmp_path, estimator):
     changes = [*LONGER, f"unroll.estimator={{{estimator}}}", "meta.updates=5"]
-    whole = l2lopt.meta_train(DEMO, tmp_path / "whole", changes=changes)
+    whole = l2lopt.meta_train(RECIPE, tmp_path / "whole", changes=changes)
     killed(tmp_path / "run", 3, changes)
-    l2lopt.meta_train(DEMO, tmp_path / "run", changes=changes, resume=True)
+    l2lopt.meta_train(RECIPE, tmp_path / "run", changes=changes, resume=True)
     assert files(tmp_path / "run") == files(whole)
 
 
 def test_a_finished_run_resumed_stays_as_it_is(whole):
     before = files(whole)
-    l2lopt.meta_train(DEMO, whole, changes=LONGER, resume=True)
+    l2lopt.meta_train(RECIPE, whole, changes=LONGER, resume=True)
     assert files(whole) == before
 
 
 def test_sparse_checkpoints_resume_as_well(tmp_path):
     changes = [*LONGER, "meta.checkpoint_every=4"]
-    whole = l2lopt.meta_train(DEMO, tmp_path / "whole", changes=changes)
+    whole = l2lopt.meta_train(RECIPE, tmp_path / "whole", changes=changes)
     killed(tmp_path / "run", 7, changes)
-    l2lopt.meta_train(DEMO, tmp_path / "run", changes=changes, resume=True)
+    l2lopt.meta_train(RECIPE, tmp_path / "run", changes=changes, resume=True)
     assert files(tmp_path / "run") == files(whole)
 
 
@@ -82,22 +82,22 @@ def test_a_line_cut_short_is_dropped(whole, tmp_path):
     killed(tmp_path / "run", 4)
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"stage": "meta-tr')
-    l2lopt.meta_train(DEMO, tmp_path / "run", changes=LONGER, resume=True)
+    l2lopt.meta_train(RECIPE, tmp_path / "run", changes=LONGER, resume=True)
     assert files(tmp_path / "run") == files(whole)
 
 
 def test_a_checkpoint_of_another_config_is_refused_with_what_differs(whole):
     before = files(whole)
     with pytest.raises(UserError, match=r"expected unroll\.truncation = 3, found unroll\.truncation = 2"):
-        l2lopt.meta_train(DEMO, whole, changes=[*LONGER, "unroll.truncation=2"], resume=True)
+        l2lopt.meta_train(RECIPE, whole, changes=[*LONGER, "unroll.truncation=2"], resume=True)
     assert files(whole) == before
 
 
 def test_the_evaluation_may_change(whole):
     before = files(whole)
-    l2lopt.meta_train(DEMO, whole, changes=[*LONGER, "evaluation.seeds=4"], resume=True)
+    l2lopt.meta_train(RECIPE, whole, changes=[*LONGER, "evaluation.seeds=4"], resume=True)
     assert files(whole)["optimiser.safetensors"] == before["optimiser.safetensors"]
-    l2lopt.meta_train(DEMO, whole, changes=LONGER, resume=True)
+    l2lopt.meta_train(RECIPE, whole, changes=LONGER, resume=True)
     assert files(whole) == before
 
 
@@ -138,20 +138,20 @@ def test_ten_real_kills(tmp_path):
     """SIGKILL at ten random moments of a run of some seconds."""
     changes = [*SMALL, "meta.updates=300", "meta.checkpoint_every=1", "meta.validate_every=25", "threads=1"]
     sets = [part for change in changes for part in ("--set", change)]
-    kill_ten_times(["meta-train", DEMO, *sets], tmp_path / "run", pause=0.3)
+    kill_ten_times(["meta-train", RECIPE, *sets], tmp_path / "run", pause=0.3)
     assert files(tmp_path / "run") == files(tmp_path / "whole")
 
 
 def test_a_run_killed_in_a_validation_loses_no_update(tmp_path, monkeypatch):
-    whole = l2lopt.meta_train(DEMO, tmp_path / "whole", changes=LONGER)
+    whole = l2lopt.meta_train(RECIPE, tmp_path / "whole", changes=LONGER)
     for moment, update in ((2, 2), (1, 2), (2, 4)):  # the validation after update 2; that again; the one after 4
         with monkeypatch.context() as patch:
             interrupted(patch, build.Experiment, "score", moment)
             with pytest.raises(KeyboardInterrupt):
-                l2lopt.meta_train(DEMO, tmp_path / "run", changes=LONGER, resume=True)
+                l2lopt.meta_train(RECIPE, tmp_path / "run", changes=LONGER, resume=True)
         header, _ = tensor_file.read(tmp_path / "run" / "checkpoint.safetensors", "l2lopt.checkpoint", "", "")
         assert header["facts"]["update"] == update
-    l2lopt.meta_train(DEMO, tmp_path / "run", changes=LONGER, resume=True)
+    l2lopt.meta_train(RECIPE, tmp_path / "run", changes=LONGER, resume=True)
     assert files(tmp_path / "run") == files(whole)
 
 
@@ -159,7 +159,7 @@ def test_a_validation_whose_checkpoint_is_not_written_is_recorded_once(whole, tm
     with monkeypatch.context() as patch:
         interrupted(patch, CheckpointFile, "save", 4)  # the first, update 1, 2 before its validation, and after it
         with pytest.raises(KeyboardInterrupt):
-            l2lopt.meta_train(DEMO, tmp_path / "run", changes=LONGER)
+            l2lopt.meta_train(RECIPE, tmp_path / "run", changes=LONGER)
     assert '"stage": "validation", "step": 2' in (tmp_path / "run" / "metrics.jsonl").read_text()
-    l2lopt.meta_train(DEMO, tmp_path / "run", changes=LONGER, resume=True)
+    l2lopt.meta_train(RECIPE, tmp_path / "run", changes=LONGER, resume=True)
     assert files(tmp_path / "run") == files(whole)
