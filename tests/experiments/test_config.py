@@ -26,7 +26,7 @@ def test_the_recipe_builds():
 def test_the_demo_builds():
     experiment = build.build(configs.load(configs.demo()))
     assert sum(p.numel() for p in experiment.optimiser.parameters()) == 282
-    assert experiment.config.name == "learned-hierarchical"
+    assert experiment.config.name == "learned LSTM per tensor"
 
 
 def test_a_config_survives_being_written(tmp_path):

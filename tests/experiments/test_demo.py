@@ -35,7 +35,7 @@ def run(tmp_path_factory):
     assert all(path.is_file() for path in paths)
     # Two processes told their progress, and this one that of the learned rule's runs: the baselines' were there.
     assert {"1", "2"} <= {stage.partition(":")[0] for stage in seen}
-    assert {stage for stage in seen[-3:]} <= {"learned-hierarchical", "study"}
+    assert {stage for stage in seen[-3:]} <= {"learned LSTM per tensor", "study"}
     return folder
 
 
