@@ -19,7 +19,7 @@ from l2lopt.storage import toml_file
 from l2lopt.training.train import TrainSettings, train
 from optimisees import quadratic
 
-from test_cli import DEMO, called  # isort: skip
+from test_cli import RECIPE, called  # isort: skip
 
 QUADRATIC = {"optimisee": {"name": "quadratic", "size": 3}, "threads": 1}
 TRAINED = {**QUADRATIC, "optimiser": "adam"}
@@ -277,7 +277,7 @@ def test_facts_of_other_types_are_refused_by_name(tmp_path, monkeypatch, capsys,
 
 
 def test_the_device_of_the_command_line_arrives_as_it_is(monkeypatch, capsys):
-    code, _, err = called(monkeypatch, capsys, "meta-train", DEMO, "--device", 'cpu"\nseed = 3 #')
+    code, _, err = called(monkeypatch, capsys, "meta-train", RECIPE, "--device", 'cpu"\nseed = 3 #')
     assert code == 2
     assert "expected a device of this machine" in err
     assert Config.model_fields["device"].default == "cpu"

@@ -148,10 +148,11 @@ def test_a_step_errs_at_most_twice_as_much_as_plain(cell, rule, size, kept, pois
 def test_the_way_back_errs_at_most_twice_as_much_as_plain(cell, rule, size, poisoned):
     """By the root mean square of the relative errors of φ's tensors, each as often as it has numbers.
 
-    Those of few numbers may be lucky or unlucky: the head's bias is one sum of terms of both signs.
+    Those of few numbers may be lucky or unlucky: the head's bias is one sum of terms of both signs. Hence so many φ
+    where numbers are few: over three of them the ratio was below 2 on one processor and 2.5 on another.
     """
     found, plain = [], []
-    for seed in range(3 if size < 1000 else 1):
+    for seed in range(16 if size < 1000 else 1):
         optimiser = seeded(learned(cell, rule, ["log-and-sign", "parameter"], (20, 20)), seed=seed)
         if hasattr(optimiser.rule, "log_scale"):
             nn.init.constant_(optimiser.rule.log_scale, 0.15)

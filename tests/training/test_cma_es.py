@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from test_meta_training import InMemory, LearnedRate, Recorded
-from test_resume import DEMO, LONGER, SMALL, files, killed
+from test_resume import LONGER, RECIPE, SMALL, files, killed
 
 import l2lopt
 import optimisees
@@ -171,10 +171,10 @@ def test_killed_and_resumed_equals_the_whole_run(tmp_path, separable):
     """To the byte, the checkpoint included."""
     table = f"meta.cma={{population=4, sigma=0.05, separable={str(separable).lower()}}}"
     changes = [*LONGER, *WHOLE, table, "meta.updates=4"]
-    whole = l2lopt.meta_train(DEMO, tmp_path / "whole", changes=changes)
+    whole = l2lopt.meta_train(RECIPE, tmp_path / "whole", changes=changes)
     for attempt, moment in enumerate((2, 3)):
         killed(tmp_path / "run", moment, changes, resume=attempt > 0)
-    l2lopt.meta_train(DEMO, tmp_path / "run", changes=changes, resume=True)
+    l2lopt.meta_train(RECIPE, tmp_path / "run", changes=changes, resume=True)
     assert files(tmp_path / "run") == files(whole)
     name = "checkpoint.safetensors"
     assert (tmp_path / "run" / name).read_bytes() == (whole / name).read_bytes()
@@ -266,7 +266,7 @@ def test_a_damaged_state_is_refused_in_one_line(quadratic, change):
 )
 def test_what_does_not_go_together_is_refused_before_anything_is_made(tmp_path, changes, said):
     with pytest.raises(UserError) as caught:
-        l2lopt.meta_train(DEMO, tmp_path / "run", changes=[*SMALL, *WHOLE, "meta.cma={}", *changes])
+        l2lopt.meta_train(RECIPE, tmp_path / "run", changes=[*SMALL, *WHOLE, "meta.cma={}", *changes])
     assert said in str(caught.value)
     assert not (tmp_path / "run").exists()
 
@@ -274,11 +274,11 @@ def test_what_does_not_go_together_is_refused_before_anything_is_made(tmp_path, 
 def test_without_the_package_there_is_a_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "cmaes", None)
     with pytest.raises(UserError, match=r'expected the package cmaes, found none; pip install "l2lopt\[cma\]"'):
-        build.build(configs.load(DEMO, [*SMALL, *WHOLE, "meta.cma={}"]))
+        build.build(configs.load(RECIPE, [*SMALL, *WHOLE, "meta.cma={}"]))
 
 
 def test_the_table_may_be_set_in_a_config_that_is_an_object():
-    config = configs.load(configs.load(DEMO), ["meta.cma.sigma=0.5"])
+    config = configs.load(configs.load(RECIPE), ["meta.cma.sigma=0.5"])
     assert config.meta.cma == CMASettings(sigma=0.5)
 
 
@@ -291,7 +291,7 @@ def test_the_forecast_knows_the_number_of_members(monkeypatch):
         return plain(self, update, loss, rules, starts, steps)
 
     monkeypatch.setattr(EvolutionStrategies, "run_members", watched)
-    experiment = build.build(configs.load(DEMO, [*SMALL, *WHOLE, "meta.cma={}"]))
+    experiment = build.build(configs.load(RECIPE, [*SMALL, *WHOLE, "meta.cma={}"]))
     cost_forecast.measure_costs(experiment)
     count = sum(value.numel() for value in experiment.optimiser.phi().values())
     assert set(rows) == {5 + math.floor(3 * math.log(count))}
