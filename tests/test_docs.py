@@ -65,8 +65,9 @@ def check_command(words):
     verb = group.commands[words[0]]
     given = verb.make_context(words[0], words[1:]).params
     changes = given.get("changes") or []
-    if words[0] in VERBS and given["config"].parts[0] == "configs":
-        config.load(config.shipped(str(given["config"].relative_to("configs"))), changes, kind=VERBS[words[0]])
+    source = Path(given.get("config", ""))  # text in older releases of typer
+    if words[0] in VERBS and source.parts[0] == "configs":
+        config.load(config.shipped(str(source.relative_to("configs"))), changes, kind=VERBS[words[0]])
     if words[0] == "reproduce":
         comparison_study.load(given["study"])
     if words[0] == "benchmark":

@@ -46,6 +46,9 @@ TINY = {
 RECIPE = ["meta.updates=3", "validation.horizons=[20]"]
 """The coordinatewise recipe's own network, rule and unrolls, with fewer updates and shorter validations."""
 
+TYPER = (0, 29)
+"""The release of typer whose help and answers were kept; older ones have other words."""
+
 COMMANDS = ["demo", "meta-train", "evaluate", "train", "sample", "plot", "controls", "weights", "reproduce"]
 CALLS = [
     ["weights"],
@@ -296,6 +299,8 @@ def printed(tmp_path_factory):
 
 
 def check_text(name, text):
+    if (own := tuple(map(int, version("typer").split(".")[:2]))) < TYPER:
+        pytest.skip(f"the texts are those of typer {TYPER[0]}.{TYPER[1]}, here {own[0]}.{own[1]}")
     if kept("layout.json") == layout():
         assert text == kept(name)
     else:
