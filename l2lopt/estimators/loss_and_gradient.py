@@ -67,9 +67,10 @@ def target_terms(
         targets: Targets of one step.
         objective: "loss" or "log-loss".
     """
-    values, derivatives = [], [each.loss for each in measured]
+    losses = [each.loss for each in measured]
+    values, derivatives = [], losses.copy()  # each target is in one part, which replaces its entry
     for weight, shares in parts_of(targets, objective):
-        value = mean_of_part([each.loss for each in measured], shares)
+        value = mean_of_part(losses, shares)
         rows = max(value.numel(), 1)
         derivative = weight / rows * torch.ones_like(value)
         if objective == "log-loss":

@@ -5,7 +5,6 @@ import pytest
 import l2lopt
 from l2lopt.core.errors import UserError
 from l2lopt.evaluation.comparison import Evaluation
-from l2lopt.experiments import config as configs
 
 SMALL = [
     "optimisee.hidden=[3]",
@@ -76,7 +75,7 @@ def test_kept_runs_are_not_made_again(run, tmp_path, monkeypatch):
     assert sorted((tmp_path / "cache").iterdir()) == kept
 
 
-def test_another_demo_replaces_it_and_files_of_others_stay(tmp_path):
+def test_files_of_others_stay(tmp_path):
     own = tmp_path / "project"
     own.mkdir()
     (own / "config.toml").write_text("mine")
@@ -90,4 +89,3 @@ def test_a_mistake_is_found_before_any_work(tmp_path):
     with pytest.raises(UserError, match=r"unroll\.length"):
         l2lopt.demo(tmp_path / "run", changes=["unroll.length=-3"])
     assert not (tmp_path / "run").exists()
-    assert configs.demo().name == "demo.toml"
