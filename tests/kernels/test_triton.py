@@ -148,10 +148,10 @@ def test_a_step_errs_at_most_twice_as_much_as_plain(cell, rule, size, kept, pois
 def test_the_way_back_errs_at_most_twice_as_much_as_plain(cell, rule, size, poisoned):
     """By the root mean square of the relative errors of φ's tensors, each as often as it has numbers.
 
-    Those of few numbers may be lucky or unlucky: the head's bias is one sum of terms of both signs. Hence so many φ
-    where numbers are few: over three of them the ratio was below 2 on one processor and 2.5 on another.
+    In the geometric mean over φ where numbers are few: of one φ a single sum of terms of both signs, such as the head's
+    bias, may make all of the error, and a processor's order of summation then decides (ratios of 0.3 to 4 were seen).
     """
-    found, plain = [], []
+    ratios = []
     for seed in range(16 if size < 1000 else 1):
         optimiser = seeded(learned(cell, rule, ["log-and-sign", "parameter"], (20, 20)), seed=seed)
         if hasattr(optimiser.rule, "log_scale"):
@@ -161,13 +161,20 @@ def test_the_way_back_errs_at_most_twice_as_much_as_plain(cell, rule, size, pois
         results = replay(optimiser, phi, single), replayed(optimiser, phi, single)
         optimiser.double()
         true = replayed(optimiser, optimiser.phi(), moved(single, torch.float64))
-        for errors, result in zip((found, plain), results, strict=True):
-            errors += [
-                value.numel() ** 0.5 * (result[name].double() - value).norm() / value.norm()
-                for name, value in true.items()
-                if value.any()
-            ]
-    assert torch.stack(found).norm() <= 2 * torch.stack(plain).norm()
+        found, plain = (
+            torch.stack(
+                [
+                    value.numel() ** 0.5 * (result[name].double() - value).norm() / value.norm()
+                    for name, value in true.items()
+                    if value.any()
+                ]
+            ).norm()
+            for result in results
+        )
+        ratios.append(found / plain)
+    ratios = torch.stack(ratios)
+    assert ratios.log().mean().exp() <= 2, ratios
+    assert ratios.max() <= 16, ratios
 
 
 def test_a_record_in_bfloat16():
