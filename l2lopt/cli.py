@@ -285,6 +285,9 @@ def benchmark(
     ] = None,
     steps: Annotated[int | None, typer.Option("--steps", min=1, help="Steps of each run.")] = None,
     cache: Cache = None,
+    beside: Annotated[
+        Path | None, typer.Option("--beside", metavar="FILE", help="A benchmark.json, whose runs join the report.")
+    ] = None,
 ) -> None:
     """Compare optimisers on a suite of tasks, or on your own, untuned and tuned; goes on where it was stopped."""
     from l2lopt.experiments import config as configs
@@ -298,7 +301,15 @@ def benchmark(
     own = {one: one for one in task} if task else None
     with progress() as report:
         benchmarks.benchmark(
-            suite, folder, tasks=own, steps=steps, changes=asked, cache=cache, jobs=jobs, report=report
+            suite,
+            folder,
+            tasks=own,
+            steps=steps,
+            changes=asked,
+            cache=cache,
+            beside=beside,
+            jobs=jobs,
+            report=report,
         )
     list_files([folder / "report.html", folder / "report.md"])
 

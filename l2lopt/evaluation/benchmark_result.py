@@ -4,7 +4,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -177,6 +177,47 @@ class BenchmarkResult:
             return cls(tasks=tasks, runs=tuple(map(_run_of, facts["runs"])), step_seconds=timed, **rest)
         except (KeyError, TypeError, AttributeError) as error:
             raise _mistake("the result of a benchmark", f"{type(error).__name__}: {error}") from None
+
+
+def joined(result: BenchmarkResult, earlier: BenchmarkResult) -> BenchmarkResult:
+    """A result with the runs of an earlier one on the same tasks, wherever it has none of its own.
+
+    A learned rule of the result takes the place of an earlier rule of its name in all leagues. Times of another machine
+    compare with nothing here: they are left out, unless processor and versions are the same.
+
+    Args:
+        result: Result.
+        earlier: Result of the same seeds; its other tasks are left out.
+
+    Raises:
+        UserError: For other seeds or budgets, or another loss at step 0 of the same task: then the problems are others.
+    """
+    if earlier.seeds != result.seeds:
+        raise _unlike(f"{result.seeds} seeds", f"{earlier.seeds}")
+    tasks, begun = {task.name: task for task in result.tasks}, {run.task: run.first for run in result.runs}
+    for task in earlier.tasks:
+        if task.name in tasks and task.steps != tasks[task.name].steps:
+            raise _unlike(f"{tasks[task.name].steps} steps of {task.name}", f"{task.steps}")
+    own = {(run.task, run.optimiser, run.league) for run in result.runs}
+    learned = {run.optimiser for run in result.runs if run.kind == "learned"}
+    same = dict(result.environment) == dict(earlier.environment)
+    runs, timed = list(result.runs), {task: dict(found) for task, found in result.step_seconds.items()}
+    for run in earlier.runs:
+        if run.task not in tasks or run.optimiser in learned or (run.task, run.optimiser, run.league) in own:
+            continue
+        if run.task in begun and not torch.allclose(run.first.double(), begun[run.task].double(), rtol=1e-3):
+            raise _unlike(f"the same losses at step 0 of {run.task}", "others")
+        runs.append(run if same else replace(run, seconds=math.nan))
+        if same and run.optimiser in earlier.step_seconds.get(run.task, {}):
+            timed.setdefault(run.task, {}).setdefault(run.optimiser, earlier.step_seconds[run.task][run.optimiser])
+    beside = ", ".join(f"{key} {value}" for key, value in earlier.environment.items())
+    environment = {**result.environment, "beside runs of": beside}
+    proper = {**earlier.proper, **result.proper}
+    return replace(result, runs=tuple(runs), step_seconds=timed, environment=environment, proper=proper)
+
+
+def _unlike(expected: str, found: str) -> UserError:
+    return UserError("beside", expected=expected, found=found, remedy="take a result of this suite, or run it here")
 
 
 def write_result(path: Path, result: BenchmarkResult) -> None:

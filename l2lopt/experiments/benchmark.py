@@ -14,7 +14,7 @@ from l2lopt.core.types import Report, silent
 from l2lopt.evaluation import suites
 from l2lopt.evaluation.benchmark_board import write_board
 from l2lopt.evaluation.benchmark_report import write_report
-from l2lopt.evaluation.benchmark_result import BenchmarkResult
+from l2lopt.evaluation.benchmark_result import BenchmarkResult, joined, read_result
 from l2lopt.evaluation.suites import Catalogue, Competitor, Suite
 from l2lopt.experiments import benchmark_jobs, run_facts
 from l2lopt.experiments import config as configs
@@ -39,6 +39,7 @@ def benchmark(
     steps: int | None = None,
     changes: Sequence[str] = (),
     cache: str | Path | None = None,
+    beside: str | Path | None = None,
     jobs: int = 1,
     report: Report = silent,
 ) -> BenchmarkResult:
@@ -62,6 +63,8 @@ def benchmark(
         steps: Budget of every task; by default the suite's, and 200 for tasks of your own.
         changes: Changes to the suite, such as "seeds=3".
         cache: Folder of the cached runs; by default `cache` beside the report's folder.
+        beside: File of an earlier result, `benchmark.json`, whose runs stand in the report wherever this benchmark has
+            none, so that a new rule meets baselines that were tuned elsewhere; see `benchmark_result.joined`.
         jobs: Number of processes that make runs at the same time; 1 for problems that were made in Python.
         report: Progress.
 
@@ -69,12 +72,14 @@ def benchmark(
         All losses and times, from which the report in `folder` is made, see `evaluation.benchmark_report`.
 
     Raises:
-        UserError: For a mistake in the suite, and where none of its tasks or competitors can take part.
+        UserError: For a mistake in the suite, where none of its tasks or competitors can take part, and for an earlier
+            result of other problems.
 
     Example:
         >>> import l2lopt
         >>> result = l2lopt.benchmark("smoke", "runs/smoke", jobs=2)  # five minutes  # doctest: +SKIP
     """
+    earlier = None if beside is None else read_result(Path(beside))
     name, asked = load_suite(OWN if tasks is not None and suite == "smoke" else suite, changes)
     if optimisers is not None:
         asked = asked.model_copy(update={"competitors": [_competitor(*item) for item in optimisers.items()]})
@@ -95,6 +100,7 @@ def benchmark(
         proper = {one.name: one.proper_name for one in asked.competitors}
         facts: dict[str, Any] = {"step_seconds": seconds, "environment": known, "proper": proper}
         result = BenchmarkResult(name, asked.seeds, tuple(infos), tuple(runs), **facts)
+        result = result if earlier is None else joined(result, earlier)
         processes.on_first(lambda: _write(result, home))
     return result
 

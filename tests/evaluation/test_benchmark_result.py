@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from l2lopt.core.errors import UserError
-from l2lopt.evaluation.benchmark_result import BenchmarkResult, TaskInfo, read_result, write_result
+from l2lopt.evaluation.benchmark_result import BenchmarkResult, TaskInfo, joined, read_result, write_result
 
 TASK = TaskInfo("a", "family", "own", 10, 5)
 
@@ -24,7 +24,7 @@ def assert_same(one, other):
     assert len(one.runs) == len(other.runs)
     for a, b in zip(one.runs, other.runs, strict=True):
         for name in ("task", "optimiser", "kind", "league", "rates", "trials", "seconds", "warnings"):
-            assert getattr(a, name) == getattr(b, name)
+            assert repr(getattr(a, name)) == repr(getattr(b, name))  # NaN, too
         torch.testing.assert_close(a.first, b.first, rtol=0, atol=0, equal_nan=True, check_dtype=False)
         assert {split: list(steps) for split, steps in a.losses.items()} == {
             split: list(steps) for split, steps in b.losses.items()
@@ -90,3 +90,81 @@ def test_other_files_are_refused(tmp_path):
 def test_a_result_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         realistic(tasks=1, seeds=1).suite = "other"
+
+
+def begun(**sizes):
+    """A result whose optimisers have the same losses at step 0, as those of one suite do."""
+    result = realistic(**sizes)
+    first = {run.task: run.first for run in result.runs}
+    return dataclasses.replace(
+        result, runs=tuple(dataclasses.replace(run, first=first[run.task]) for run in result.runs)
+    )
+
+
+def only(result, *optimisers, **changes):
+    """The part of a result that some optimisers have."""
+    runs = tuple(run for run in result.runs if run.optimiser in optimisers)
+    timed = {task: {name: found[name] for name in optimisers} for task, found in result.step_seconds.items()}
+    return dataclasses.replace(result, runs=runs, step_seconds=timed, **changes)
+
+
+def test_two_parts_joined_are_the_whole():
+    whole = begun(tasks=3, seeds=2)
+    names = [*dict.fromkeys(run.optimiser for run in whole.runs)]
+    found = joined(only(whole, *names[:2]), only(whole, *names[2:]))
+    assert found.environment.pop("beside runs of").startswith("processor a processor of 2 cores, torch 2.11.0")
+    order = [(run.task, run.optimiser, run.league) for run in found.runs]
+    assert sorted(order) == sorted((run.task, run.optimiser, run.league) for run in whole.runs)
+    by_key = {(run.task, run.optimiser, run.league): run for run in whole.runs}
+    assert_same(found, dataclasses.replace(whole, runs=tuple(by_key[key] for key in order)))
+
+
+def test_own_runs_stay_and_times_of_other_machines_are_left_out():
+    whole = begun(tasks=2, seeds=2)
+    mine = only(whole, "transferable", "adamw", environment={"processor": "another"})
+    mine = dataclasses.replace(
+        mine, runs=tuple(dataclasses.replace(run, trials=77) for run in mine.runs if run.league == "untuned")
+    )
+    found = joined(mine, whole)
+    own = [run for run in found.runs if run.trials == 77]
+    assert len(own) == len(mine.runs)
+    assert {(run.optimiser, run.league) for run in own} == {("transferable", "untuned"), ("adamw", "untuned")}
+    leagues = {run.league for run in found.runs if run.optimiser == "transferable"}
+    assert leagues == {"untuned"}  # an earlier rule of this name may be another one
+    assert ("adamw", "tuned") in {(run.optimiser, run.league) for run in found.runs}
+    assert all(math.isnan(run.seconds) for run in found.runs if run.trials != 77)
+    assert {name for timed in found.step_seconds.values() for name in timed} == {"transferable", "adamw"}
+    assert_same(BenchmarkResult.from_json(json.loads(json.dumps(found.to_json(), allow_nan=False))), found)
+
+
+def test_tasks_of_the_earlier_result_alone_are_left_out():
+    whole = begun(tasks=3, seeds=2)
+    mine = only(whole, "adamw")
+    few = dataclasses.replace(
+        mine, tasks=mine.tasks[:1], runs=tuple(r for r in mine.runs if r.task == mine.tasks[0].name)
+    )
+    assert {run.task for run in joined(few, whole).runs} == {mine.tasks[0].name}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda result: begun(tasks=2, seeds=3), "expected 2 seeds, found 3"),
+        (
+            lambda result: dataclasses.replace(
+                result, tasks=tuple(task._replace(steps=7) for task in result.tasks), runs=()
+            ),
+            "steps of .*, found 7",
+        ),
+        (
+            lambda result: dataclasses.replace(
+                result, runs=tuple(dataclasses.replace(run, first=run.first + 0.1) for run in result.runs)
+            ),
+            "the same losses at step 0",
+        ),
+    ],
+)
+def test_results_of_other_problems_are_not_joined(change, message):
+    whole = begun(tasks=2, seeds=2)
+    with pytest.raises(UserError, match=message):
+        joined(only(whole, "adamw"), change(whole))

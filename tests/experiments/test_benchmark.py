@@ -79,6 +79,21 @@ def test_a_benchmark_is_made_once(tmp_path, made):
     assert read_result(tmp_path / "one" / "benchmark.json").runs[0].losses["test"][8].shape == (2,)
 
 
+def test_runs_of_an_earlier_result_stand_beside(tmp_path, monkeypatch):
+    first = l2lopt.benchmark("smoke", tmp_path / "one", changes=CHANGES, steps=8)
+    own = ["competitors=[{optimiser={name='momentum'}, rates=[0.1], untuned=0.1, leagues=['untuned']}]"]
+    file = tmp_path / "one" / "benchmark.json"
+    found = l2lopt.benchmark("smoke", tmp_path / "two", changes=CHANGES[:3] + own, steps=8, beside=file)
+    assert [run.optimiser for run in found.runs[:2]] == ["momentum"] * 2
+    assert json.dumps(found.to_json()["runs"][2:]) == json.dumps(first.to_json()["runs"])
+    run_command = ["l2lopt", "benchmark", "smoke", "--run", str(tmp_path / "three"), "--beside", str(tmp_path / "none")]
+    monkeypatch.setattr("sys.argv", run_command)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert not (tmp_path / "three").exists()
+
+
 def test_steps_are_timed_once(tmp_path, monkeypatch):
     """For each schedule by itself, and not again where the times are in the cache."""
     timed = []
