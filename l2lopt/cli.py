@@ -239,7 +239,8 @@ def _show_weights(name: str, header: Mapping[str, Any], whole: bool) -> None:
     from l2lopt.weights import card
 
     training = header["training"]
-    say(f"{name}: {card.rule_name(header['optimiser'])}; {card.cost(training)}", wrapped=True)
+    rule = f"{card.rule_name(header['optimiser'])}; " if whole else ""
+    say(f"{name}: {rule}{card.cost(training)}", wrapped=True)
     for label, rows in (training.get("comparisons", {}) if whole else {}).items():
         for table in card.comparison_tables(label, rows):
             print_table(table)

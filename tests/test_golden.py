@@ -52,7 +52,7 @@ TYPER = (0, 29)
 COMMANDS = ["demo", "meta-train", "evaluate", "train", "sample", "plot", "controls", "weights", "reproduce"]
 CALLS = [
     ["weights"],
-    ["weights", "lstm"],
+    ["weights", "coordinatewise-lstm"],
     ["weights", "ltsm"],
     ["meta-train", "none.toml"],
     ["meta-train", "tiny.toml", "--set", "unroll.lenght=3"],
@@ -126,7 +126,7 @@ def place(folder):
     (folder / "tiny.toml").write_text(toml(TINY), encoding="utf-8")
     training = {
         "optimisee": TINY["optimisee"],
-        "optimiser": {"weights": "lstm"},
+        "optimiser": {"weights": "coordinatewise-lstm"},
         "train": {"steps": 5, "evaluate_every": 5},
     }
     (folder / "training.toml").write_text(toml({"threads": 1, **training}), encoding="utf-8")
@@ -204,11 +204,11 @@ OPTIONS = {
 }
 
 
-def stepped(weights, options):
-    """A small model after ten steps of `LearnedOptimizer`, and the optimiser's state."""
+def stepped(cell, options):
+    """A small model after ten steps of a coordinatewise rule in `LearnedOptimizer`, and the optimiser's state."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
-    optimizer = l2lopt.LearnedOptimizer(model.named_parameters(), weights, **OPTIONS[options])
+    optimizer = l2lopt.LearnedOptimizer(model.named_parameters(), f"coordinatewise-{cell}", **OPTIONS[options])
     inputs, targets = torch.randn(16, 6), torch.randint(3, (16,))
     for _ in range(10):
         optimizer.zero_grad()
@@ -351,9 +351,9 @@ def test_a_run_by_the_command_line(numbers, printed):
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("weights", CELLS)
-def test_ten_steps(numbers, weights, options):
-    assert stepped(weights, options) == numbers["steps"][f"{weights} {options}"]
+@pytest.mark.parametrize("cell", CELLS)
+def test_ten_steps(numbers, cell, options):
+    assert stepped(cell, options) == numbers["steps"][f"{cell} {options}"]
 
 
 def write_all(folder, whole):
@@ -367,7 +367,7 @@ def write_all(folder, whole):
     write("recipe.toml", resolved(CONFIGS / "digits-coordinatewise.toml", folder / "resolved"))
     write("configs.json", shipped(folder / "configs"))
     write("evaluation.csv", evaluated(folder / "evaluated"))
-    steps = {f"{weights} {options}": stepped(weights, options) for weights in CELLS for options in OPTIONS}
+    steps = {f"{cell} {options}": stepped(cell, options) for cell in CELLS for options in OPTIONS}
     numbers = {
         "machine": machine(),
         "meta-training": {kind: trained(kind, folder / kind) for kind in KINDS},

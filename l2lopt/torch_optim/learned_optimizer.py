@@ -40,7 +40,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
 
         >>> import torch, l2lopt
         >>> model, inputs = torch.nn.Linear(4, 2), torch.ones(3, 4)
-        >>> optimizer = l2lopt.LearnedOptimizer(model.parameters(), "lstm", fallback="adam")
+        >>> optimizer = l2lopt.LearnedOptimizer(model, steps=20)
         >>> losses = []
         >>> for step in range(20):
         ...     loss = (model(inputs) - 3.0).square().mean()
@@ -78,7 +78,8 @@ class LearnedOptimizer(torch.optim.Optimizer):
         params: A module, whose trainable parameters these are (see `parameter_groups`); or tensors, (name, tensor)
             pairs, or groups of them as dicts, which may set any option below for their parameters; float32, bfloat16,
             float16 or float64.
-        weights: Rule: a name in `list_weights()`, "normalised-muon", a file, a choice, or an optimiser.
+        weights: Rule: a name in `list_weights()`, "normalised-muon", a file, a choice, or an optimiser. The default is
+            a learned one that knows the end of the run: tell it `steps`.
         lr: Factor of update and decay, at least 0; schedulers change it.
         weight_decay: λ ≥ 0, decoupled: θ ← θ − lr·λ·θ.
         max_update: Largest size of a coordinate of u, before lr; None sets no bound.
@@ -111,7 +112,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         params: ParamsT | nn.Module,
-        weights: Weights,
+        weights: Weights = "lstm",
         lr: float | Tensor = 1.0,
         weight_decay: float = 0.0,
         max_update: float | None = None,

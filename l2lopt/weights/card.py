@@ -65,8 +65,9 @@ def cost(training: Mapping[str, Any]) -> str:
 
 
 def rule_name(rule: Mapping[str, Any]) -> str:
-    """The cell of a coordinatewise rule, or the name of another rule."""
-    return str(rule.get("cell", "lstm") if rule["name"] == "coordinatewise" else rule["name"])
+    """The name of a rule, with its cell where it has one: "hierarchical lstm"."""
+    cell = rule.get("cell", "lstm" if rule["name"] == "coordinatewise" else "")
+    return " ".join(filter(None, (str(rule["name"]), str(cell))))
 
 
 def comparison_tables(label: str, lines: Sequence[Mapping[str, Any]]) -> list[Table]:
@@ -144,7 +145,7 @@ def _failures(training: Mapping[str, Any], rule: str) -> Iterator[str]:
     lines = [f"- {text}" for text in _texts(training.get("failures", []))]
     for label, rows in training.get("comparisons", {}).items():
         names = list(dict.fromkeys(row["optimiser"] for row in rows if row["kind"] == "learned"))
-        own = [name for name in names if name.partition(", ")[0].lower() in (rule, training.get("label"))]
+        own = [name for name in names if name.partition(", ")[0].lower() in (rule.split()[-1], training.get("label"))]
         for name in own or names:
             mine = [row for row in rows if row["optimiser"] == name]
             behind: dict[str, list[str]] = {}

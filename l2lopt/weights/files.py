@@ -43,7 +43,7 @@ def list_weights() -> list[str]:
     Example:
         >>> import l2lopt
         >>> l2lopt.list_weights()
-        ['ihc-lstm', 'lstm']
+        ['coordinatewise-ihc-lstm', 'coordinatewise-lstm', 'ihc-lstm', 'lstm']
     """
     return sorted(path.stem for path in HOME.glob("*.safetensors"))
 
@@ -116,7 +116,7 @@ def load(path: str | Path, *, trusted: bool = False) -> Optimiser:
         >>> import l2lopt
         >>> optimiser = l2lopt.load("lstm")
         >>> optimiser.description["name"]
-        'coordinatewise'
+        'hierarchical'
 
     To train a model with it, pass the name or file to `l2lopt.LearnedOptimizer`.
 

@@ -101,14 +101,16 @@ def test_the_state_of_other_rules_is_refused(other, message):
 
 
 OLD = Path(__file__).parents[1] / "golden" / "state-digest-1.pt"
-"""Name → the states of Linear(3, 2) and `LearnedOptimizer(…, name, fallback="adam")` after three steps, as 0.1.0 left
-them when hashes had no version."""
+"""Name of a coordinatewise rule → the states of Linear(3, 2) and `LearnedOptimizer(…, fallback="adam")` after three
+steps, as 0.1.0 left them when hashes had no version and these rules were called "lstm" and "ihc-lstm"."""
 
 
 def linear(name, saved):
     model = torch.nn.Linear(3, 2)
     model.load_state_dict(saved["model"])
-    return dict(model.named_parameters()), LearnedOptimizer(model.named_parameters(), name, fallback="adam")
+    return dict(model.named_parameters()), LearnedOptimizer(
+        model.named_parameters(), f"coordinatewise-{name}", fallback="adam"
+    )
 
 
 @pytest.mark.parametrize("name", ["lstm", "ihc-lstm"])
@@ -130,11 +132,11 @@ def test_a_state_with_a_hash_of_the_first_version_goes_on(name):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"weights": "lstm"}, r"expected the state of fallback None, found that of fallback \w{16}"),
+        ({"weights": "coordinatewise-lstm"}, r"expected the state of fallback None, found that of fallback \w{16}"),
         ({"weights": {"name": "adam", "lr": 0.1}, "fallback": "adam"}, r"weight: expected .*'m'.*found .*'cell\.h'"),
         ({"weights": {"name": "sgd", "lr": 0.1}, "fallback": "adam"}, r"weight: expected \{\}, found .*'cell\.h'"),
         ({"weights": LSTM(hidden_size=3), "fallback": "adam"}, r"'cell\.h': \(3,\).*'cell\.h': \(20,\)"),
-        ({"weights": "lstm", "fallback": "momentum"}, r"weight: expected .*'velocity'.*found .*'m'"),
+        ({"weights": "coordinatewise-lstm", "fallback": "momentum"}, r"weight: expected .*'velocity'.*found .*'m'"),
     ],
 )
 def test_such_a_state_of_other_rules_is_refused_where_that_shows(options, message):
@@ -264,7 +266,7 @@ def test_a_new_process_goes_on_to_the_bit(dtypes, tmp_path):
 def test_the_state_of_another_model_is_refused(fault):
     def stepped(*shape):
         param = nn.Parameter(torch.ones(*shape))
-        optimizer = LearnedOptimizer([param], "lstm", fallback="adam")
+        optimizer = LearnedOptimizer([param], "coordinatewise-lstm", fallback="adam")
         param.grad = torch.ones(*shape)
         optimizer.step()
         return optimizer

@@ -16,7 +16,8 @@ from optimisees import mlp
 
 from test_cli import called  # isort: skip
 
-NAMES = ["ihc-lstm", "lstm"]
+NAMES = ["coordinatewise-ihc-lstm", "coordinatewise-lstm", "ihc-lstm", "lstm"]
+COORDINATEWISE, PER_TENSOR = NAMES[:2], NAMES[2:]
 
 
 def test_they_are_listed():
@@ -24,16 +25,21 @@ def test_they_are_listed():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_header_says_how_they_were_made_and_what_they_are_worth(name):
+def test_the_header_says_how_they_were_made(name):
     header = files.header(name)
     training = header["training"]
     config = Config.model_validate(training["config"])
-    assert config.optimiser["cell"] == header["optimiser"]["cell"] == name
+    assert config.optimiser["cell"] == header["optimiser"]["cell"] == name.removeprefix("coordinatewise-")
+    assert (header["optimiser"]["name"] == "hierarchical") == (name in PER_TENSOR)
     assert min(training[key] for key in ("seconds", "inner_steps", "meta_updates", "best_update")) > 0
-    for rows in training["comparisons"].values():
+    assert (files.HOME / f"{name}.safetensors").stat().st_size < 100_000
+
+
+@pytest.mark.parametrize("name", COORDINATEWISE)
+def test_the_header_has_comparisons(name):
+    for rows in files.header(name)["training"]["comparisons"].values():
         shown = {row["optimiser"] for row in rows}
         assert {"LSTM", "IHC-LSTM", "control: the rule without its network", "adam"} <= shown
-    assert (files.HOME / f"{name}.safetensors").stat().st_size < 100_000
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -63,7 +69,7 @@ def test_a_name_goes_wherever_a_file_does(tmp_path):
 
 
 def test_a_name_that_is_none_is_refused_with_those_there_are():
-    with pytest.raises(UserError, match=r"ltsm: expected a learned optimiser.*one of ihc-lstm, lstm"):
+    with pytest.raises(UserError, match=rf"ltsm: expected a learned optimiser.*one of {', '.join(NAMES)}"):
         l2lopt.load("ltsm")
 
 
@@ -71,7 +77,7 @@ def test_the_command_line_shows_them(monkeypatch, capsys):
     code, out, _ = called(monkeypatch, capsys, "weights")
     assert code == 0
     assert [line.partition(":")[0] for line in out.splitlines()] == NAMES
-    code, out, _ = called(monkeypatch, capsys, "weights", "lstm")
+    code, out, _ = called(monkeypatch, capsys, "weights", "coordinatewise-lstm")
     assert code == 0
     assert "control" in out
 

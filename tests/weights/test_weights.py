@@ -145,8 +145,7 @@ def with_other_attributes(init):
 
 
 DESCRIBED = {
-    "lstm": lambda: files.load("lstm"),
-    "ihc-lstm": lambda: files.load("ihc-lstm"),
+    **{name: functools.partial(files.load, name) for name in files.list_weights()},
     "gated": lambda: made(rule="gated", inputs=["log-and-sign", "momenta"]),
     **{
         name: functools.partial(optimisers.make, name, lr=0.1)
@@ -156,8 +155,10 @@ DESCRIBED = {
     "scheduled": lambda: optimisers.make("scheduled", optimiser="sgd", lr=0.1),
 }
 DIGESTS = {
-    "lstm": "2:aefd9cba8941ece9",
-    "ihc-lstm": "2:91dcd6ffcfeb38a2",
+    "lstm": "2:65e946e5a9665e92",
+    "ihc-lstm": "2:d763a2191c6fdcd0",
+    "coordinatewise-lstm": "2:aefd9cba8941ece9",
+    "coordinatewise-ihc-lstm": "2:91dcd6ffcfeb38a2",
     "sgd": "2:a7e69f55735db3b3",
     "momentum": "2:acf2d84f234b3090",
     "adam": "2:f3d90d69418fd611",
