@@ -79,7 +79,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
             pairs, or groups of them as dicts, which may set any option below for their parameters; float32, bfloat16,
             float16 or float64.
         weights: Rule: a name in `list_weights()`, "normalised-muon", a file, a choice, or an optimiser. The default is
-            a learned one that knows the end of the run: tell it `steps`.
+            the harness, on which the learned rules stand; it wants to know the end of the run, `steps`.
         lr: Factor of update and decay, at least 0; schedulers change it.
         weight_decay: λ ≥ 0, decoupled: θ ← θ − lr·λ·θ.
         max_update: Largest size of a coordinate of u, before lr; None sets no bound.
@@ -112,7 +112,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         params: ParamsT | nn.Module,
-        weights: Weights = "lstm",
+        weights: Weights = "normalised-muon",
         lr: float | Tensor = 1.0,
         weight_decay: float = 0.0,
         max_update: float | None = None,
