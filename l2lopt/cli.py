@@ -235,15 +235,19 @@ def weights(
 
 
 def _show_weights(name: str, header: Mapping[str, Any], whole: bool) -> None:
-    """What a file of weights is and what it cost; its comparisons as well where the `whole` is asked for."""
+    """What a file of weights is and what it cost; how it compares and where it failed where the `whole` is asked for."""
     from l2lopt.weights import card
 
     training = header["training"]
     rule = f"{card.rule_name(header['optimiser'])}; " if whole else ""
     say(f"{name}: {rule}{card.cost(training)}", wrapped=True)
-    for label, rows in (training.get("comparisons", {}) if whole else {}).items():
+    if not whole:
+        return
+    for label, rows in training.get("comparisons", {}).items():
         for table in card.comparison_tables(label, rows):
             print_table(table)
+    for text in card.remarks(training):
+        say(f"\n{text}", wrapped=True)
 
 
 @app.command()

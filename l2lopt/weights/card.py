@@ -70,6 +70,13 @@ def rule_name(rule: Mapping[str, Any]) -> str:
     return " ".join(filter(None, (str(rule["name"]), str(cell))))
 
 
+def remarks(training: Mapping[str, Any]) -> list[str]:
+    """What the author has written of the rule: its benchmark, where it failed, the range that it was tried in."""
+    failures = [f"- {text}" for text in _texts(training.get("failures", []))]
+    found = [training.get("benchmark", ""), "\n".join(failures), " ".join(_texts(training.get("safe_range", [])))]
+    return [text for text in found if text]
+
+
 def comparison_tables(label: str, lines: Sequence[Mapping[str, Any]]) -> list[Table]:
     """The mean losses of a comparison that was written to a file, a table for each split, which fits a terminal.
 

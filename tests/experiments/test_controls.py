@@ -78,7 +78,7 @@ def test_controls_of_own_weights_on_a_task_of_the_catalogue(run, tmp_path, monke
     ("arguments", "message"),
     [
         (
-            ["lstm", "--task", "rosenbrock"],
+            ["coordinatewise-lstm", "--task", "rosenbrock"],
             "expected a hierarchical rule, whose network steers tensors, found one call",
         ),
         (["none.safetensors", "--task", "rosenbrock"], "expected a learned optimiser, found nothing"),
