@@ -235,7 +235,7 @@ def weights(
 
 
 def _show_weights(name: str, header: Mapping[str, Any], whole: bool) -> None:
-    """What a file of weights is and what it cost; how it compares and where it failed where the `whole` is asked for."""
+    """What a file of weights is and what it cost; the `whole`: how it compares and where it failed as well."""
     from l2lopt.weights import card
 
     training = header["training"]
