@@ -72,8 +72,7 @@ def rule_name(rule: Mapping[str, Any]) -> str:
 
 def remarks(training: Mapping[str, Any]) -> list[str]:
     """What the author has written of the rule: its benchmark, where it failed, the range that it was tried in."""
-    failures = [f"- {text}" for text in _texts(training.get("failures", []))]
-    found = [training.get("benchmark", ""), "\n".join(failures), " ".join(_texts(training.get("safe_range", [])))]
+    found = [training.get("benchmark", ""), "\n".join(_told_failures(training)), " ".join(_texts(training.get("safe_range", [])))]
     return [text for text in found if text]
 
 
@@ -149,7 +148,7 @@ def _failures(training: Mapping[str, Any], rule: str) -> Iterator[str]:
 
     A comparison may have other learned optimisers, too: where one row has the rule's name, it is the one that counts.
     """
-    lines = [f"- {text}" for text in _texts(training.get("failures", []))]
+    lines = _told_failures(training)
     for label, rows in training.get("comparisons", {}).items():
         names = list(dict.fromkeys(row["optimiser"] for row in rows if row["kind"] == "learned"))
         own = [name for name in names if name.partition(", ")[0].lower() in (rule.split()[-1], training.get("label"))]
@@ -165,6 +164,11 @@ def _failures(training: Mapping[str, Any], rule: str) -> Iterator[str]:
             said += [f"up to {lost} runs ended above their first loss"] if lost else []
             lines += [f"- {label}, {name}: {'; '.join(said)}."] if said else []
     yield "\n".join(lines) if lines else "None recorded, which does not say that there are none."
+
+
+def _told_failures(training: Mapping[str, Any]) -> list[str]:
+    """The author's sentences on where the rule failed, as lines of a list."""
+    return [f"- {text}" for text in _texts(training.get("failures", []))]
 
 
 def _texts(value: Any) -> list[str]:
