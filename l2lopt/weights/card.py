@@ -72,7 +72,8 @@ def rule_name(rule: Mapping[str, Any]) -> str:
 
 def remarks(training: Mapping[str, Any]) -> list[str]:
     """What the author has written of the rule: its benchmark, where it failed, the range that it was tried in."""
-    found = [training.get("benchmark", ""), "\n".join(_told_failures(training)), " ".join(_texts(training.get("safe_range", [])))]
+    failures, safe_range = "\n".join(_told_failures(training)), " ".join(_texts(training.get("safe_range", [])))
+    found = [training.get("benchmark", ""), failures, safe_range]
     return [text for text in found if text]
 
 
