@@ -146,6 +146,7 @@ RULES = {
     "additive": rules.Additive,
     "bounded": rules.Bounded,
     "gated": rules.Gated,
+    "gated with a learned scale": partial(rules.Gated, scale=3.0),
     "direction-and-magnitude": rules.DirectionAndMagnitude,
     "direction-and-magnitude without nominal": partial(rules.DirectionAndMagnitude, nominal=False),
     "direction-and-magnitude by fan-in": partial(rules.DirectionAndMagnitude, by_fan_in=True),

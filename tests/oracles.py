@@ -315,13 +315,13 @@ def bounded(outputs, nominal, params, step, sizes, step_size=0.1):
     return [step_size * math.tanh(o[0]) for o in outputs]
 
 
-def gated(phi, forget, input_, g, theta, gates):
-    """(θ', (f, i)) = f θ − i g, the gates with weights on θ and on themselves."""
+def gated(phi, forget, input_, g, theta, gates, scale=1.0):
+    """(θ', (f, i)) = f θ − s i g, the gates with weights on θ and on themselves."""
     f, i = (
         sigmoid(o + phi["weight_params"][k] * theta + phi["weight_gates"][k] * gates[k] + phi["bias"][k])
         for k, o in enumerate((forget, input_))
     )
-    return f * theta - i * g, (f, i)
+    return f * theta - scale * math.exp(10 * phi.get("log_scale", 0.0)) * i * g, (f, i)
 
 
 def coordinatewise(phi, gradients, params, sizes, rule):

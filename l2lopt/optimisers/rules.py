@@ -132,21 +132,29 @@ class DirectionAndMagnitude(UpdateRule):
 class Gated(UpdateRule):
     """A forget gate on θ and an input gate on the gradient (Ravi and Larochelle 2017), each with a memory of itself.
 
-    θ' = f∘θ − i∘g with f = σ(o₀ + w_fθ θ + w_ff f₋ + b_f), i = σ(o₁ + w_iθ θ + w_ii i₋ + b_i), f₋ and i₋ the gates of
-    the step before (0 at first), so u = −(1 − f)∘θ − i∘g. 1 − f is computed as σ of the negative: f is near 1. Without
-    a gradient there is the decay (1 − f)∘θ alone, so that `activity` has no part in it.
+    θ' = f∘θ − s i∘g with f = σ(o₀ + w_fθ θ + w_ff f₋ + b_f), i = σ(o₁ + w_iθ θ + w_ii i₋ + b_i), f₋ and i₋ the gates
+    of the step before (0 at first), so u = −(1 − f)∘θ − s i∘g. 1 − f is computed as σ of the negative: f is near 1.
+    Without a gradient there is the decay (1 − f)∘θ alone, so that `activity` has no part in it.
+
+    s is 1, as Ravi and Larochelle have it, so that no rate is above 1; or s = scale·e^{10 b} with one learned number b,
+    0 at first.
 
     Args:
         forget_bias: Initial b_f; σ(5)^1000 = 0.001, σ(10)^1000 = 0.956.
         input_bias: Initial b_i; σ(−4) = 0.018 is the first rate.
+        scale: First s of a learned s, above 0; None for s = 1.
     """
 
     outputs = 2
     memory = ("forget", "input")
 
-    def __init__(self, forget_bias: float = 10.0, input_bias: float = -4.0) -> None:
+    def __init__(self, forget_bias: float = 10.0, input_bias: float = -4.0, scale: float | None = None) -> None:
         super().__init__()
         finite("gated", forget_bias=forget_bias, input_bias=input_bias)
+        self.scale = scale
+        if scale is not None:
+            above_0("gated", scale=scale)
+            self.log_scale = nn.Parameter(torch.zeros(()))
         self.bias = nn.Parameter(torch.tensor([forget_bias, input_bias]))
         self.weight_params = nn.Parameter(torch.zeros(2))
         self.weight_gates = nn.Parameter(torch.zeros(2))
@@ -154,13 +162,16 @@ class Gated(UpdateRule):
     def forward(
         self, outputs: Tensor, features: Mapping[str, Tensor], step_inputs: StepInputs, memory: Params
     ) -> tuple[Tensor, Params]:
-        """−(1 − f)∘θ − i∘g."""
+        """−(1 − f)∘θ − s i∘g."""
         f, i = (
             outputs[k] + self.weight_params[k] * step_inputs.params + self.weight_gates[k] * memory[name] + self.bias[k]
             for k, name in enumerate(self.memory)
         )
         gates = {"forget": torch.sigmoid(f), "input": torch.sigmoid(i)}
-        return -torch.sigmoid(-f) * step_inputs.params - gates["input"] * step_inputs.grads, gates
+        step = gates["input"] * step_inputs.grads
+        if self.scale is not None:
+            step = self.scale * torch.exp(10 * self.log_scale) * step
+        return -torch.sigmoid(-f) * step_inputs.params - step, gates
 
 
 class Bounded(UpdateRule):

@@ -46,9 +46,10 @@ def test_bounded():
     assert apply(Bounded(0.3), huge, huge[0], huge[0], 1).abs().eq(0.3).all()
 
 
-def test_gated_over_three_steps():
+@pytest.mark.parametrize("scale", [None, 0.5])
+def test_gated_over_three_steps(scale):
     """Against scalar loops; the gates of one step enter those of the next."""
-    rule = seeded(Gated(1.0, -1.0))
+    rule = seeded(Gated(1.0, -1.0, scale))
     phi = laws.as_lists(dict(rule.named_parameters()))
     outputs, grads, theta = normal(3, 2, 8), normal(3, 8, seed=1), normal(8, seed=2)
     memory, gates, wanted = dict.fromkeys(rule.memory, torch.zeros(8).double()), [(0.0, 0.0)] * 8, theta.tolist()
@@ -56,7 +57,7 @@ def test_gated_over_three_steps():
         update, memory = rule(outputs[step], {}, see(theta, step + 1, grads[step]), memory)
         theta = theta + update
         moved = [
-            oracles.gated(phi, *outputs[step, :, k].tolist(), float(grads[step, k]), wanted[k], gates[k])
+            oracles.gated(phi, *outputs[step, :, k].tolist(), float(grads[step, k]), wanted[k], gates[k], scale or 1.0)
             for k in range(8)
         ]
         wanted, gates = [after for after, _ in moved], [gate for _, gate in moved]

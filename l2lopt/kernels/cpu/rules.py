@@ -134,7 +134,7 @@ class Bounded(RuleKernel):
 
 
 class Gated(RuleKernel):
-    """u = −(1 − f)∘θ − i∘g, the gates σ(o + w_θ θ + w_g gate₋ + b). Thirteen operations.
+    """u = −(1 − f)∘θ − s i∘g, the gates σ(o + w_θ θ + w_g gate₋ + b). Thirteen operations.
 
     The large biases come last, as in the reference: one rounding is theirs. 1 − f is computed as σ of the negative, for
     f is near 1, and takes the place of the first output.
@@ -146,9 +146,10 @@ class Gated(RuleKernel):
         super().__init__(rule, folded, phi, nominal)
         # Plain numbers can go into `alpha`, which saves the products with them an operation each.
         self.weights = [self.phi[name].tolist() for name in ("weight_params", "weight_gates", "bias")]
+        self._scale = 1.0 if rule.scale is None else rule.scale * math.exp(10 * float(self.phi["log_scale"]))
 
     def forward(self, outputs: Sequence[Tensor], nominal: Tensor | None, block: Block) -> Tensor:
-        """−(1 − f)∘θ − i∘g."""
+        """−(1 − f)∘θ − s i∘g."""
         gates = []
         for output, name, by_params, by_gate, bias in zip(outputs, self.rule.memory, *self.weights, strict=True):
             before, after = block.before[f"rule.{name}"], block.after[f"rule.{name}"]
@@ -156,7 +157,7 @@ class Gated(RuleKernel):
             output.add_(block.params, alpha=by_params).add_(before, alpha=by_gate).add_(bias)
             gates.append(torch.sigmoid(output, out=after))
         torch.mul(outputs[0].neg_().sigmoid_(), block.params, out=block.update)
-        return block.update.addcmul_(gates[1], block.grads).neg_()
+        return block.update.addcmul_(gates[1], block.grads, value=self._scale).neg_()
 
     def begin(self, trace: Trace, memory: Params) -> None:
         """Makes room for the two gates of each step."""
@@ -170,7 +171,7 @@ class Gated(RuleKernel):
         self._memory = [
             {f"rule.{name}": gate for name, gate in zip(self.rule.memory, two, strict=True)} for two in rows
         ]
-        self._adjoint = like.new_zeros(2, len(like))
+        self._adjoint, self._log_scale = like.new_zeros(2, len(like)), like.new_zeros(())
         self._by_params, self._by_gates = (self.phi[name][:, None] for name in ("weight_params", "weight_gates"))
 
     def memory(self, t: int) -> Params:
@@ -178,13 +179,15 @@ class Gated(RuleKernel):
         return self._memory[t]
 
     def backward(self, t: int, a: Tensor, normaliser: Normaliser | None) -> Tensor | None:
-        """f(1 − f)(aθ + f̄) for o₀, i(1 − i)(ī − a g) for o₁, with f̄, ī the gates' adjoints from the step after."""
+        """f(1 − f)(aθ + f̄) for o₀, i(1 − i)(ī − s a g) for o₁, with f̄, ī the gates' adjoints from the step after."""
         adjoint, passing = self.trace.part(t, self._adjoint)
         (f, i), forgotten = self._memory[t + 1].values(), self.trace.output_rows[t][0]
         out, (by_f, by_i) = self.trace.adjoints[t], self.trace.adjoint_rows[t]
         # 1 − f is the forward's σ of the negative: subtracted from 1, an f near 1 would lose its digits.
         torch.addcmul(adjoint[0], a, self.trace.params[t], out=by_f).mul_(f).mul_(forgotten)
-        torch.addcmul(adjoint[1], a, self.trace.grads[t], value=-1, out=by_i).mul_(i).mul_(1 - i)
+        torch.addcmul(adjoint[1], a, self.trace.grads[t], value=-self._scale, out=by_i).mul_(i).mul_(1 - i)
+        if self.rule.scale is not None:
+            self._log_scale.sub_(torch.dot(a * i, self.trace.grads[t]), alpha=10 * self._scale)
         self._adjoint = self._by_gates * out
         if passing is not None:
             self._adjoint += passing
@@ -193,7 +196,7 @@ class Gated(RuleKernel):
     def gradient(self) -> Params:
         """Sums over steps and coordinates."""
         adjoints, theta = torch.stack(self.trace.adjoints), torch.stack(self.trace.params[:-1])
-        return {
+        return ({} if self.rule.scale is None else {"log_scale": self._log_scale}) | {
             "bias": adjoints.sum((0, 2)),
             "weight_params": (adjoints * theta[:, None]).sum((0, 2)),
             "weight_gates": (adjoints * self._gates[:-1]).sum((0, 2)),

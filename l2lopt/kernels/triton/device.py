@@ -216,7 +216,7 @@ def rule_forward(h, heads, z, rows, g, theta, forgot, let_in, rule, scale, S: tl
         into_f, into_i = gate(o0, theta, forgot, rule, 0), gate(o1, theta, let_in, rule, 1)
         # 1 − f is σ of the negative: f is near 1, and the difference would lose its digits.
         first, second, third = sigmoid(into_f), sigmoid(into_i), sigmoid(-into_f)
-        u = -third * theta - second * g
+        u = -third * theta - tl.load(scale) * second * g
     else:
         if S.NOMINAL:
             first = o0 - tl.sum(tl.where((rows == S.RNN_AT)[:, None], z, 0.0), axis=0)

@@ -121,7 +121,7 @@ def rule_backward(
     """
     first, second, third = numbers
     d_forget, d_input = d_gates
-    e2, e3, e4, e5 = sums
+    e2, e3, e4, e5, e6 = sums
     whole = step_size * acting
     s0 = whole * active
     s1, by_rule = tl.zeros_like(s0), tl.zeros_like(s0)
@@ -131,11 +131,12 @@ def rule_backward(
         forgot, let_in = gates_before
         # `third` is 1 − f with all its digits, which a difference would lose, as f is near 1.
         s0 = (acting * theta + tl.where(finite, d_forget, 0.0)) * first * third
-        s1 = (tl.where(finite, d_input, 0.0) - acting * g) * second * (1.0 - second)
+        s1 = (tl.where(finite, d_input, 0.0) - whole * g) * second * (1.0 - second)
         d_forget = tl.where(finite, tl.load(rule + 4) * s0, d_forget)
         d_input = tl.where(finite, tl.load(rule + 5) * s1, d_input)
         by_rule = tl.load(rule + 2) * s0 + tl.load(rule + 3) * s1 - acting * third
         e2, e3, e4, e5 = e2 + s0 * theta, e3 + s1 * theta, e4 + s0 * forgot, e5 + s1 * let_in
+        e6 -= 10.0 * whole * second * g
     elif S.DIRECTED:
         statistic, pull, own = statistics
         r = second / tl.load(statistic + step_at, mask=mask, other=1.0)
@@ -147,7 +148,7 @@ def rule_backward(
             s0 += kappa * d
         s0, s1, by_rule = s0 * r, s0 * d, -S.DECAY * whole
         e2 += 10.0 * (scaled * d - S.DECAY * whole * theta)
-    return s0, s1, by_rule, (d_forget, d_input), (e2, e3, e4, e5)
+    return s0, s1, by_rule, (d_forget, d_input), (e2, e3, e4, e5, e6)
 
 
 @triton.jit
@@ -222,14 +223,14 @@ def cell_backward(dh_acting, dc, finite, c_before, cell, S: tl.constexpr):
 
 @triton.jit
 def zeros(S: tl.constexpr):
-    """The sums of the gradients of two biases, four numbers of the rule, the head and the first layers."""
+    """The sums of the gradients of two biases, five numbers of the rule, the head and the first layers."""
     P: tl.constexpr = S.P
     K: tl.constexpr = S.K
     # Biases and the rule's numbers are summed per lane: across lanes once a block, not at every step.
     zero, line = tl.zeros([S.B], tl.float32), tl.zeros([P], tl.float32)
     d0, d1 = tl.zeros([P, K], tl.float32), tl.zeros([P, K], tl.float32)
     d2, d3 = tl.zeros([P, K], tl.float32), tl.zeros([P, K], tl.float32)
-    return (zero, zero), (zero, zero, zero, zero), (line, line), (d0, d1, d2, d3)
+    return (zero, zero), (zero, zero, zero, zero, zero), (line, line), (d0, d1, d2, d3)
 
 
 @triton.jit
@@ -261,7 +262,7 @@ def add_all(to, of_first, of_head, of_bias, of_rule, S: tl.constexpr):
     for k in tl.static_range(2):
         add_up(to_head + k * P + hidden, of_head[k])
         add_up(to_head + 2 * P + k, tl.sum(of_bias[k], axis=0))
-    for k in tl.static_range(4):
+    for k in tl.static_range(5):
         add_up(to_head + 2 * P + 2 + k, tl.sum(of_rule[k], axis=0))
 
 

@@ -259,11 +259,13 @@ def losses(optimiser: Coordinatewise, loss: Tensor | None, like: Tensor) -> Tens
 
 
 def scales(optimiser: Coordinatewise, phi: Params, steps: Sequence[int], like: Tensor) -> Tensor:
-    """The factor of the rule's outputs at each step, [steps]: s, or S_t, without waiting for the GPU."""
+    """The factor of the rule's outputs, or of g, at each step, [steps]: s, or S_t, without waiting for the GPU."""
     rule = optimiser.rule
     if isinstance(rule, rules.DirectionAndMagnitude):
         # In float64: exp turns the rounding error of its argument into a relative error of S_t.
         growth = torch.exp(10 * phi["rule.log_scale"].double())
         return step_size(rule, growth, torch.tensor(steps, dtype=torch.float64).to(like.device)).float()
+    if isinstance(rule, rules.Gated) and rule.scale is not None:
+        return (rule.scale * torch.exp(10 * phi["rule.log_scale"].double())).float().expand(len(steps)).contiguous()
     size = rule.step_size if isinstance(rule, rules.Additive | rules.Bounded) else 1.0
     return torch.full((len(steps),), size, dtype=torch.float32, device=like.device)

@@ -51,8 +51,9 @@ def _replay(
     found, of_rule = shape.unpack(_run(optimiser, shape, phi, folded, window, adjoints).sum(0), folded)
     if isinstance(optimiser.rule, Gated):
         # A gate's bias is added to the head's: their gradients are one.
-        of_params, of_gates, _ = of_rule.split(2)
-        return found, {"bias": found.head_bias, "weight_params": of_params, "weight_gates": of_gates}
+        of_params, of_gates, of_scale = of_rule.split(2)
+        numbers = {"bias": found.head_bias, "weight_params": of_params, "weight_gates": of_gates}
+        return found, numbers if optimiser.rule.scale is None else numbers | {"log_scale": of_scale[0]}
     return found, {"log_scale": of_rule[0]} if isinstance(optimiser.rule, DirectionAndMagnitude) else {}
 
 
