@@ -100,7 +100,7 @@ def build(config: Config, given: Sequence[Optimisee] = ()) -> Experiment:
     ]
     trained_on = [optimisees.build(choice, device=str(place)) for choice in config.trained_on or ()] or problems
     validated_on = [optimisees.build(choice, device=str(place)) for choice in config.validation.on or ()] or trained_on
-    optimiser = optimisers.build(config.optimiser, optimisers.LEARNED, seed=seed_of("optimiser", config.seed))
+    optimiser = _learned(config.optimiser, seed_of("optimiser", config.seed))
     made = registry.build(estimators.ESTIMATORS, "estimator", config.unroll.estimator)
     estimator = registry.checked_kind("estimator", config.unroll.estimator, made, MetaGradientEstimator)
     if config.meta.cma is not None:
@@ -174,6 +174,26 @@ def ready_optimiser(choice: Choice) -> Optimiser:
     if isinstance(choice, dict) and "weights" in choice:
         return files.load(choice["weights"])
     return optimisers.build(choice)
+
+
+def _learned(choice: Choice, seed: int) -> Optimiser:
+    """The learned optimiser that meta-training begins with: a new one, or a trained one from a table of `weights`.
+
+    Raises:
+        UserError: For an unknown name or option, weights that cannot be loaded, or an optimiser without any.
+    """
+    if not (isinstance(choice, dict) and "weights" in choice):
+        return optimisers.build(choice, optimisers.LEARNED, seed=seed)
+    made: Optimiser = registry.make({"weights": _loaded}, "optimiser", "weights", **choice)
+    if not made.phi():
+        found, remedy = "an optimiser without any", "give the file of a learned optimiser"
+        raise UserError(f"optimiser {choice['weights']!r}", expected="meta-parameters", found=found, remedy=remedy)
+    return made
+
+
+def _loaded(weights: str) -> Optimiser:
+    """A learned optimiser as it is, from its file or by its name."""
+    return files.load(weights)
 
 
 @cache

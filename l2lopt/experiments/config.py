@@ -92,7 +92,8 @@ class Config(_Common):
     """Problems of meta-training; none: `optimisee` and `mixed_with`. Where there are some, `optimisee` is only the
     problem on which the optimiser is compared with baselines."""
     optimiser: Choice = "coordinatewise"
-    """The learned optimiser: a name, or a table of the name and its options."""
+    """The learned optimiser: a name, or a table of the name and its options; or a table of `weights` alone, the name of
+    one that comes with the package or a file that meta-training has left, to meta-train it further."""
     backend: Literal["auto", "reference", "cpu", "triton"] = "auto"
     """Backend of the learned optimiser's steps where no gradient flows through them; "auto" takes the fastest."""
     unroll: UnrollSettings = UnrollSettings()
@@ -119,7 +120,7 @@ class Config(_Common):
     def name(self) -> str:
         """The learned optimiser's name in results."""
         choice = {"name": self.optimiser} if isinstance(self.optimiser, str) else self.optimiser
-        kind = choice.get("name")
+        kind = choice.get("name") or Path(str(choice.get("weights"))).stem
         if kind == "coordinatewise":
             cell = choice.get("cell", "lstm")
             kind = cell if isinstance(cell, str) else cell.get("name")

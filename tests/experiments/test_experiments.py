@@ -3,11 +3,13 @@
 import csv
 import json
 import math
+import re
 import shutil
 import tomllib
 from functools import partial
 from pathlib import Path
 
+import laws
 import pytest
 import torch
 from killing import killed
@@ -16,8 +18,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import l2lopt
 from l2lopt.core.errors import UserError
 from l2lopt.core.layout import Layout
+from l2lopt import optimisers
+from l2lopt.experiments import build, runs
 from l2lopt.experiments import config as configs
-from l2lopt.experiments import runs
 
 RECIPE = configs.shipped("digits-coordinatewise.toml")
 SMALL = [
@@ -82,8 +85,16 @@ def test_the_csv_has_the_promised_columns(run):
     assert all(math.isfinite(float(row["loss"])) for row in rows if row["kind"] == "learned")
 
 
+def lines_of(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def validations(run):
+    return [line["score"] for line in lines_of(run) if line["stage"] == "validation"]
+
+
 def test_metrics_and_events_tell_the_same(run):
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = lines_of(run)
     losses = [line["loss"] for line in lines if line["stage"] == "meta-train"]
     events = EventAccumulator(str(run)).Reload().Scalars("meta-train/loss")
     assert [event.value for event in events] == pytest.approx(losses, rel=1e-6)
@@ -151,6 +162,37 @@ def test_a_learned_optimiser_loads_and_steps(run):
     change, _ = optimiser.update(torch.ones(5), optimiser.init(layout), torch.zeros(5))
     assert change.isfinite().all()
     assert change.abs().sum() > 0
+
+
+def test_a_trained_optimiser_is_meta_trained_further(run, tmp_path):
+    """The first validation is that of the weights as they are, and what is left is an optimiser of the same kind."""
+    source = run / "optimiser.safetensors"
+    further = {**tomllib.loads(configs.dump(configs.load(RECIPE, SMALL))), "optimiser": {"weights": str(source)}}
+    begin, before = build.build(configs.load(further)).optimiser, l2lopt.load(source)
+    laws.assert_same(begin.phi(), before.phi())
+    after = l2lopt.load(l2lopt.meta_train(further, tmp_path / "further") / "optimiser.safetensors")
+    assert after.description == before.description
+    assert validations(tmp_path / "further")[0] == min(validations(run))
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({"weights": "nowhere"}, "nowhere: expected a learned optimiser, found nothing"),
+        ({"weights": "lstm", "lr": 3.0}, "expected a known key, found 'lr'"),
+        ({"weights": 3}, "weights: expected a valid string, found 3"),
+    ],
+)
+def test_weights_that_meta_training_cannot_begin_with(choice, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        build.build(configs.load({"optimisee": "quadratic", "optimiser": choice}))
+
+
+def test_meta_training_wants_weights(tmp_path):
+    l2lopt.save(optimisers.make("normalised-muon"), tmp_path / "harness.safetensors")
+    choice = {"weights": str(tmp_path / "harness.safetensors")}
+    with pytest.raises(UserError, match="expected meta-parameters, found an optimiser without any"):
+        build.build(configs.load({"optimisee": "quadratic", "optimiser": choice}))
 
 
 def test_an_earlier_run_is_not_overwritten_unasked(run):
