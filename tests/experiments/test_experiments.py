@@ -16,9 +16,9 @@ from killing import killed
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import l2lopt
+from l2lopt import optimisers
 from l2lopt.core.errors import UserError
 from l2lopt.core.layout import Layout
-from l2lopt import optimisers
 from l2lopt.experiments import build, runs
 from l2lopt.experiments import config as configs
 
