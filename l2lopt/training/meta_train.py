@@ -34,8 +34,8 @@ class MetaTrained:
     """The result of meta-training.
 
     Attributes:
-        phi: The meta-parameters of the best score.
-        score: The best score; lower is better.
+        phi: The meta-parameters of the best score, or the last ones.
+        score: Their score; lower is better.
         update: The number of meta-updates that led to `phi`.
         inner_steps: The number of inner steps of all unrolls.
         skipped: The number of unrolls that were not finite and were left out; CMA-ES: of runs in which no member's
@@ -69,7 +69,7 @@ def meta_train(
     report: Report = silent,
     checkpoint: Checkpoint | None = None,
 ) -> MetaTrained:
-    """Meta-trains `optimiser` in place; it ends with the meta-parameters of the best score.
+    """Meta-trains `optimiser` in place; it ends with the meta-parameters of the best score, or the last ones.
 
     Every meta-update makes the next `truncation` steps of `batch` runs and follows their meta-gradients, see
     `adam.Adam`; with `settings.cma` it makes whole runs with each member of a population, see `cma_es.CMAES`.
@@ -184,14 +184,14 @@ class _MetaTraining:
         return figures
 
     def validate(self) -> None:
-        """Scores the optimiser, and copies φ if the score is the best so far."""
+        """Scores the optimiser, and copies φ if the score is the best so far, or if the last φ is kept."""
         by_problem = dict(self.score(self.optimiser))
         score = fmean(by_problem.values())
         self.result.scores[self.update] = score
         self.result.before = self.result.before or by_problem
         each = {f"score/{name}": value for name, value in by_problem.items()} if len(by_problem) > 1 else {}
         self.records.write("validation", self.update, {"score": score, **each})
-        if score < self.result.score:
+        if score < self.result.score or (self.settings.keep == "last" and math.isfinite(score)):
             self.result.score, self.result.update, self.result.best = score, self.update, by_problem
             self.result.phi = _copy(self.optimiser.phi())
 
@@ -242,7 +242,7 @@ class _MetaTraining:
 
 
 def _warn_of_losses(result: MetaTrained) -> None:
-    """Names the problems that the best φ is worse on than the φ that meta-training began with."""
+    """Names the problems that the φ of the result is worse on than the φ that meta-training began with."""
     worse = {name: score - result.before[name] for name, score in result.best.items()}
     said = ", ".join(f"{name} ({math.exp(much):.3g} times)" for name, much in worse.items() if much > math.log(WORSE))
     if said:

@@ -150,7 +150,10 @@ class MetaTrainSettings(Settings):
     checkpoint_every: PositiveInt = 10
     """The number of meta-updates between two checkpoints."""
     validate_every: PositiveInt = 40
-    """The number of meta-updates between two validations; meta-training ends with the optimiser of the best score."""
+    """The number of meta-updates between two validations."""
+    keep: Literal["best", "last"] = "best"
+    """Which optimiser meta-training ends with: that of the best validation, or the last with a finite score. The best
+    may be the one that meta-training began with, where the validation has nothing of what the other problems teach."""
     imitation: ImitationSettings | None = None
     """A warm start for hierarchical rules that are meta-trained by `es` or `pes`; an empty table will do."""
     cma: CMASettings | None = None

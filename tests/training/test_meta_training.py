@@ -109,6 +109,20 @@ def test_the_best_and_not_the_last_optimiser_is_kept(quadratic):
     assert float(optimiser.rate.detach()) == seen[1] != seen[-1]
 
 
+@pytest.mark.parametrize(("scores", "update"), [((3.0, 1.0, 2.0, 5.0), 6), ((3.0, 1.0, 2.0, math.nan), 4)])
+def test_the_last_optimiser_whose_score_is_finite_is_kept_if_asked(quadratic, scores, update):
+    each, seen = iter(scores), []
+
+    def score(rule):
+        seen.append(float(rule.rate.detach()))
+        return next(each)
+
+    optimiser = LearnedRate(1e-3)
+    result = train(optimiser, quadratic, score=score, keep="last")
+    assert (result.score, result.update) == (scores[update // 2], update)
+    assert float(optimiser.rate.detach()) == seen[update // 2]
+
+
 def test_a_problem_that_becomes_worse_is_named(quadratic, caplog):
     settings, unrolls = MetaTrainSettings(updates=1, validate_every=1), UnrollSettings(length=2)
     scores = iter([{"easy": 0.0, "lost": 0.0, "found": 1.0}, {"easy": 0.04, "lost": 0.1, "found": -3.0}])
