@@ -35,7 +35,7 @@ class MetaTrained:
 
     Attributes:
         phi: The meta-parameters of the best score, or the last ones.
-        score: Their score; lower is better.
+        score: The score of `phi`; lower is better.
         update: The number of meta-updates that led to `phi`.
         inner_steps: The number of inner steps of all unrolls.
         skipped: The number of unrolls that were not finite and were left out; CMA-ES: of runs in which no member's
