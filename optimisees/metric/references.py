@@ -33,6 +33,8 @@ class RawSignals(References):
     """Numbers k of recall@k and of the vote of the k nearest neighbours."""
     band: NonNegativeInt = 12
     """Width of the time warping's band, in time steps."""
+    untrained: bool = True
+    """Whether each encoder has a second row, for itself before its training."""
 
     def check(self, optimisees: Mapping[str, Any]) -> None:
         """Refuses encoders of different test windows, and more neighbours than a query has.
@@ -54,7 +56,7 @@ class RawSignals(References):
 
     def beside_each(self, label: str) -> Sequence[Reference]:
         """The encoder as it is before its training."""
-        return [Reference("untrained", f"{label}, untrained", f"{label}, untrained")]
+        return [Reference("untrained", f"{label}, untrained", f"{label}, untrained")] if self.untrained else []
 
     def beside_all(self) -> Sequence[Reference]:
         """The raw signals."""

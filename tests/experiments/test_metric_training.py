@@ -27,6 +27,7 @@ from l2lopt.report import figures
 from l2lopt.storage import tensor_file
 from optimisees import SequenceMetric
 from optimisees.data import har
+from optimisees.metric.references import RawSignals
 from optimisees.metric.retrieval import neighbour_curve, retrieval
 from optimisees.metric.time_warping import all_warped
 
@@ -210,6 +211,11 @@ def made(run):
     """The parameters that a run has left."""
     _, tensors = tensor_file.read(run / "model.safetensors", "l2lopt.model", "a model", "")
     return {name.removeprefix("params/"): value for name, value in tensors.items() if name.startswith("params/")}
+
+
+def test_a_study_may_do_without_untrained_encoders():
+    assert [one.label for one in RawSignals().beside_each("coupled")] == ["coupled, untrained"]
+    assert RawSignals(untrained=False).beside_each("coupled") == []
 
 
 ENCODER = {"label": "a", "config": "har.toml"}
