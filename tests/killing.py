@@ -41,8 +41,12 @@ def interrupted(monkeypatch, module, name, call):
     return calls
 
 
-def kill_ten_times(arguments, run, pause):
-    """Runs `l2lopt … --resume` in `run`, kills it ten times up to `pause` seconds after a new checkpoint, and ends it.
+KILLS = 4
+"""How often `kill_and_resume` kills a run: every start imports PyTorch anew, which takes ten seconds on a slow disk."""
+
+
+def kill_and_resume(arguments, run, pause):
+    """Runs `l2lopt … --resume` in `run` to its end, killed `KILLS` times up to `pause` seconds after a new checkpoint.
 
     Beside it, in the folder `whole`, the same is left by a run that nobody killed.
     """
@@ -50,13 +54,13 @@ def kill_ten_times(arguments, run, pause):
     subprocess.run([*command, str(run.with_name("whole"))], check=True, capture_output=True)
     moments = random.Random(0)
     checkpoint = run / "checkpoint.safetensors"
-    for _ in range(10):
+    for _ in range(KILLS):
         before = checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
         process = subprocess.Popen([*command, str(run)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         while process.poll() is None and not (checkpoint.exists() and checkpoint.stat().st_mtime_ns > before):
             time.sleep(0.01)
         time.sleep(moments.random() * pause)
-        assert process.poll() is None, "the run ended before it had been killed ten times"
+        assert process.poll() is None, "the run ended before its last kill"
         os.kill(process.pid, signal.SIGKILL)
         process.communicate()
     subprocess.run([*command, str(run)], check=True, capture_output=True)

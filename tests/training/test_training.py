@@ -7,7 +7,7 @@ from functools import partial
 import laws
 import pytest
 import torch
-from killing import kill_ten_times, killed
+from killing import kill_and_resume, killed
 from test_cli import called, sets
 
 import l2lopt
@@ -100,11 +100,11 @@ def test_other_weights_or_another_config_are_refused_on_resuming(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["torch.optim.LBFGS", "weights"])
-def test_ten_real_kills(tmp_path, name):
-    """SIGKILL at ten random moments of a run of some seconds."""
+def test_real_kills(tmp_path, name):
+    """SIGKILL at random moments of a run of some seconds."""
     settings = config(OPTIMISERS[name], steps=1500, checkpoint_every=10, evaluate_every=50)
     (tmp_path / "config.toml").write_text(configs.dump(configs.load(settings, kind=TrainConfig)))
-    kill_ten_times(["train", tmp_path / "config.toml"], tmp_path / "run", pause=0.3)
+    kill_and_resume(["train", tmp_path / "config.toml"], tmp_path / "run", pause=0.3)
     assert files(tmp_path / "run") == files(tmp_path / "whole")
 
 
