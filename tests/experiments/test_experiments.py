@@ -178,7 +178,7 @@ def test_a_trained_optimiser_is_meta_trained_further(run, tmp_path):
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ({"weights": "nowhere"}, "nowhere: expected a learned optimiser, found nothing"),
+        ({"weights": "no-such-rule"}, "no-such-rule: expected a learned optimiser, found nothing"),
         ({"weights": "lstm", "lr": 3.0}, "expected a known key, found 'lr'"),
         ({"weights": 3}, "weights: expected a valid string, found 3"),
     ],
