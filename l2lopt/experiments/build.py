@@ -166,14 +166,12 @@ def ready_optimiser(choice: Choice) -> Optimiser:
     """The optimiser of a choice as it is, with nothing to be meta-trained.
 
     Args:
-        choice: One of ours with all its options, or a table of `weights`, a name or a file.
+        choice: One of ours with all its options, or a table of `weights` alone, a name or a file.
 
     Raises:
         UserError: For an unknown name or option, or weights that cannot be loaded.
     """
-    if isinstance(choice, dict) and "weights" in choice:
-        return files.load(choice["weights"])
-    return optimisers.build(choice)
+    return optimisers.build(choice) if (made := _trained_rule(choice)) is None else made
 
 
 def _learned(choice: Choice, seed: int) -> Optimiser:
@@ -182,12 +180,19 @@ def _learned(choice: Choice, seed: int) -> Optimiser:
     Raises:
         UserError: For an unknown name or option, weights that cannot be loaded, or an optimiser without any.
     """
-    if not (isinstance(choice, dict) and "weights" in choice):
+    if (made := _trained_rule(choice)) is None:
         return optimisers.build(choice, optimisers.LEARNED, seed=seed)
-    made: Optimiser = registry.make({"weights": _loaded}, "optimiser", "weights", **choice)
     if not made.phi():
         found, remedy = "an optimiser without any", "give the file of a learned optimiser"
-        raise UserError(f"optimiser {choice['weights']!r}", expected="meta-parameters", found=found, remedy=remedy)
+        raise UserError("optimiser", expected="meta-parameters", found=found, remedy=remedy)
+    return made
+
+
+def _trained_rule(choice: Choice) -> Optimiser | None:
+    """The optimiser of a table of `weights`, which has no other key; None for any other choice."""
+    if not (isinstance(choice, dict) and "weights" in choice):
+        return None
+    made: Optimiser = registry.make({"weights": _loaded}, "optimiser", "weights", **choice)
     return made
 
 

@@ -188,5 +188,7 @@ def test_a_file_is_found_by_its_path_or_its_shipped_name(tmp_path):
 def test_an_optimiser_that_is_ready_is_one_of_ours_or_has_weights():
     assert files.digest(build.ready_optimiser({"weights": "lstm"})) == files.digest(files.load("lstm"))
     assert build.ready_optimiser({"name": "sgd", "lr": 0.5}).lr == 0.5
+    with pytest.raises(UserError, match="expected a known key, found 'lr'"):
+        build.ready_optimiser({"weights": "lstm", "lr": 3.0})
     with pytest.raises(UserError, match="did you mean 'adam'"):
         build.ready_optimiser("adm")

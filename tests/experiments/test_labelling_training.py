@@ -299,7 +299,7 @@ def test_the_config_for_files_of_the_users_own(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif("L2LOPT_DATA" not in os.environ, reason="L2LOPT_DATA names no folder of data sets")
-def test_the_study_of_activities_is_sound(monkeypatch):
+def test_the_study_of_activities_is_sound(monkeypatch, tmp_path):
     """Its configs build on the real data, and the wider forward network has the bidirectional one's size to 2 %."""
     made = []
     monkeypatch.setattr(training_study, "run_jobs", lambda make, pieces, jobs, report: made.extend(pieces))
@@ -307,7 +307,7 @@ def test_the_study_of_activities_is_sound(monkeypatch):
         training_study, "_make", lambda references, piece, report: (_ for _ in ()).throw(KeyboardInterrupt)
     )
     with pytest.raises(KeyboardInterrupt):
-        comparison_study.reproduce(ROOT / "configs/studies/labelling-har.toml", "nowhere")
+        comparison_study.reproduce(ROOT / "configs/studies/labelling-har.toml", tmp_path / "run")
     networks = [build.build_training(piece.config).optimisee for piece in made[:4]]
     sizes = [sum(value.numel() for value in network.init(0)[0].values()) for network in networks]
     assert [(network.layers, network.bidirectional) for network in networks] == [
