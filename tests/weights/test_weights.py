@@ -155,8 +155,8 @@ DESCRIBED = {
     "scheduled": lambda: optimisers.make("scheduled", optimiser="sgd", lr=0.1),
 }
 DIGESTS = {
-    "lstm": "2:65e946e5a9665e92",
-    "ihc-lstm": "2:d763a2191c6fdcd0",
+    "lstm": "2:e2b0fe5b8052ee9f",
+    "ihc-lstm": "2:8467cb385fce4a58",
     "coordinatewise-lstm": "2:aefd9cba8941ece9",
     "coordinatewise-ihc-lstm": "2:91dcd6ffcfeb38a2",
     "sgd": "2:a7e69f55735db3b3",
