@@ -1,7 +1,8 @@
 """The objects that configs describe."""
 
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -94,12 +95,13 @@ def build(config: Config, given: Sequence[Optimisee] = ()) -> Experiment:
     """
     place = device(config.device)
     choices = [config.optimisee, *config.mixed_with]
+    problem = _builder(place)
     problems = [
-        made or optimisees.build(choice, device=str(place))
+        made or problem(choice)
         for made, choice in zip(from_python.matched(given, choices, place), choices, strict=True)
     ]
-    trained_on = [optimisees.build(choice, device=str(place)) for choice in config.trained_on or ()] or problems
-    validated_on = [optimisees.build(choice, device=str(place)) for choice in config.validation.on or ()] or trained_on
+    trained_on = [problem(choice) for choice in config.trained_on or ()] or problems
+    validated_on = [problem(choice) for choice in config.validation.on or ()] or trained_on
     optimiser = _learned(config.optimiser, seed_of("optimiser", config.seed))
     made = registry.build(estimators.ESTIMATORS, "estimator", config.unroll.estimator)
     estimator = registry.checked_kind("estimator", config.unroll.estimator, made, MetaGradientEstimator)
@@ -112,6 +114,16 @@ def build(config: Config, given: Sequence[Optimisee] = ()) -> Experiment:
     optimiser = match_dtype(optimiser, every).to(place)
     check_sizes(config, every, optimiser, estimator)
     return Experiment(config, problems[0], trained_on, validated_on, optimiser, estimator)
+
+
+def _builder(place: torch.device) -> Callable[[Choice], Optimisee]:
+    """What builds each choice once: a problem named twice, which is drawn more often, reads its data once."""
+
+    @cache
+    def built(choice: str) -> Optimisee:
+        return optimisees.build(json.loads(choice), device=str(place))
+
+    return lambda choice: built(json.dumps(choice, sort_keys=True))
 
 
 def match_dtype(optimiser: Optimiser, problems: Sequence[Optimisee]) -> Optimiser:

@@ -76,6 +76,14 @@ def test_a_task_stands_for_its_optimisee():
         build.build(configs.load({"optimisee": "digits-mlp-64-tank"}))
 
 
+def test_a_problem_named_twice_is_built_once():
+    small, large = {"name": "quadratic", "size": 2}, {"name": "quadratic", "size": 4}
+    built = build.build(configs.load(CONFIG | {"trained_on": [small, small, large], "validation": {"on": [large]}}))
+    first, second, third = built.optimisees
+    assert first is second is not third
+    assert built.validated_on == [third]
+
+
 def test_an_optimiser_meets_a_problem_that_it_was_not_trained_on(tmp_path):
     trained_on = [{"name": "quadratic", "size": 2}, {"name": "quadratic", "size": 4}]
     config = CONFIG | {"trained_on": trained_on, "validation": {"seeds": 1, "horizons": [3]}}
