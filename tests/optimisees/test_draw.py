@@ -233,7 +233,7 @@ def test_configs_have_the_papers_sizes():
             assert config.train.clip == 5
             assert config.optimiser == {"name": "torch.optim.Adam", "lr": 1e-3, "betas": [0.5, 0.999]}
     names = {f"draw-{name}-{decoder}" for name in wanted for decoder in ("lstm", "ihc-lstm")}
-    assert {path.stem for path in CONFIGS.glob("draw-*")} == names | {"draw-small"}
+    assert {path.stem for path in CONFIGS.glob("draw-*")} == names | {"draw-small", "draw-cifar10"}
 
 
 def test_noise_is_fresh_in_training_and_fixed_in_evaluation():
