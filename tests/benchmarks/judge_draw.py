@@ -3,9 +3,13 @@
 python tests/benchmarks/judge_draw.py RUN... [--images 1000] [--draws 50] [--samples 1000] [--classifier-steps 1500]
 
 The bound and the importance-weighted estimate (of `--draws` passes) are those of test images, nats per image, the mean
-over runs with one decoder and its standard deviation between them. The classifier is a small ConvNet trained on the
-runs' own training images; it must be at least 97 % right on their test images. Of the samples it is told how sure it
-is of its first choice, on average, and how many there are of the rarest class.
+over runs of one kind (decoder, latents, steps) and its standard deviation between them. The classifier is a small
+ConvNet trained on the runs' own training images; it must be at least 97 % right on their test images. Of the samples it
+is told how sure it is of its first choice, on average, and how many there are of the rarest class.
+
+A sample of digits was never begun where its border is grey, 0.2 and more over the outer two pixels: digits have a black
+one. The last column has the share of them where z is drawn with the means and deviations that the encoder gives z over
+the test images, step by step, in place of the prior's 0 and 1.
 """
 
 import argparse
@@ -52,6 +56,33 @@ def estimate(model: Draw, params: Params, images: int, draws: int) -> float:
     return total / seen
 
 
+def grey_borders(images: Tensor) -> float:
+    """The share of images [n, C, B, A] in [0, 1] whose outer two pixels are 0.2 and more on average."""
+    border = torch.ones(images.shape[-2:], dtype=torch.bool)
+    border[2:-2, 2:-2] = False
+    return float((images[..., border].flatten(1).mean(1) > 0.2).float().mean())
+
+
+def encoded(model: Draw, params: Params, images: int) -> Tensor:
+    """z [T, n, Z] of the first test images, one draw each, as the decoder gets it."""
+    codes: list[Tensor] = []
+    hook = model.network.decoder.register_forward_pre_hook(lambda _, inputs: codes.append(inputs[0].T))
+    model.reconstruct(params, model.data.test_inputs[:images])
+    hook.remove()
+    return torch.stack(codes)
+
+
+def never_begun(model: Draw, params: Params, samples: int) -> tuple[float, float]:
+    """The shares of samples that were never begun: with z of the prior, and with the encoder's means and deviations."""
+    drawn = torch.randn(model.steps, samples, model.latent_size, generator=torch.Generator().manual_seed(0))
+    code = encoded(model, params, 1000)
+    first, second = (
+        grey_borders(model.painted_with(params, z).canvases[-1].sigmoid())
+        for z in (drawn, code.mean(1, keepdim=True) + code.std(1, keepdim=True) * drawn)
+    )
+    return first, second
+
+
 def classifier(dataset: str, steps: int) -> tuple[ModuleOptimisee, Trained]:
     """A ConvNet on the same images, and its share of right answers on the test images."""
     task = convnet((16, 32), 64, dataset=dataset)
@@ -92,22 +123,25 @@ def main() -> None:
             print(f"classifier of {choice['dataset']}: {right:.2%} right", "" if right >= RIGHT else "(too few)")
         parts = [model.sample_images(params, min(100, options.samples - k), k) for k in range(0, options.samples, 100)]
         sure, counts = told(*judged[choice["dataset"]], torch.cat([part.images[-1] for part in parts]))
+        begun = never_begun(model, params, options.samples)
         figures = {
             "bound": json.loads((run / "result.json").read_text(encoding="utf-8"))["metrics"]["bound"],
             "estimate": estimate(model, params, options.images, options.draws),
             "sure": sure,
             "rarest": float(counts.min()),
+            **dict(zip(("never begun", "never begun, of the encoder's z"), begun, strict=True)),
         }
         print(
             f"{run}:", ", ".join(f"{name} {value:.3f}" for name, value in figures.items()), counts.tolist(), flush=True
         )
         for name, value in figures.items():
-            found[str(choice.get("decoder", "lstm"))][name].append(value)
-    print("\n| decoder | runs | bound | importance-weighted | surest class | samples of the rarest class |")
-    print("|---|---|---|---|---|---|")
-    for decoder, own in found.items():
-        columns = " | ".join(spread(own[name]) for name in ("bound", "estimate", "sure", "rarest"))
-        print(f"| {decoder} | {len(own['bound'])} | {columns} |")
+            kind = f"{choice.get('decoder', 'lstm')} | {model.latent_size} | {config.train.steps:,}"
+            found[kind][name].append(value)
+    names = "bound | importance-weighted | surest class | rarest class | never begun | of the encoder's z"
+    print(f"\n| decoder | latents | steps | runs | {names} |")
+    print("|---" * 10 + "|")
+    for kind, own in found.items():
+        print(f"| {kind} | {len(own['bound'])} | {' | '.join(map(spread, own.values()))} |")
 
 
 if __name__ == "__main__":
