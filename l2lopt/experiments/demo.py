@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 from l2lopt.core.types import Report, silent
 from l2lopt.evaluation.comparison import Evaluation
 from l2lopt.evaluation.tuned_runs import Problems, optimiser_run
-from l2lopt.experiments import build, runs
+from l2lopt.experiments import build, run_folder, runs
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import Config
 from l2lopt.experiments.run_cache import contestant_caches
@@ -45,6 +45,8 @@ def demo(
     """
     processes.alone("demo")
     config = configs.load(configs.demo(), changes)
+    with run_folder.claimed(run, overwrite=True, resume=False):
+        pass  # a folder that cannot be had is said before two processes have started, which takes seconds
     with TemporaryDirectory(prefix="l2lopt-demo-") as cache:
         run_jobs(partial(_make, config, Path(run), cache), PARTS, len(PARTS), report)
         result = runs.evaluate(run, cache=cache, report=report)
