@@ -64,6 +64,9 @@ class Draw(Optimisee):
         hidden_size: Size of h in both cells.
         latent_size: Size of z in each step.
         steps: Number T of steps.
+        constant: Whether the decoder sees a 1 beside z. Without it a cell that has no biases, such as "ihc-lstm", gets
+            a constant from the encoder, as a mean of z that is not 0; z of the prior has none, and many samples are
+            then never begun.
         attention: Whether there are windows; without them every step reads and writes whole images.
         read: Size N of the reading window's N×N filters.
         write: Size N of the writing window's filters.
@@ -93,6 +96,7 @@ class Draw(Optimisee):
         hidden_size: int = 256,
         latent_size: int = 100,
         steps: int = 64,
+        constant: bool = False,
         attention: bool = True,
         read: int = 2,
         write: int = 5,
@@ -113,7 +117,7 @@ class Draw(Optimisee):
         self.steps, self.latent_size, self.evaluation_size = steps, latent_size, evaluation_size
         channels, height, width = loaded.train_inputs.shape[1:]
         windows = (read, write) if attention else (None, None)
-        self._options = ((channels, height, width), encoder, decoder, hidden_size, latent_size, *windows)
+        self._options = ((channels, height, width), encoder, decoder, hidden_size, latent_size, *windows, constant)
         with seeded(0):
             self.network = DrawNetwork(*self._options).to(self.device, self.dtype)
         self._piece = lru_cache(maxsize=2)(self._cut)

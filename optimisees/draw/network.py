@@ -85,7 +85,7 @@ class DrawNetwork(nn.Module):
     """DRAW's steps t = 1 … T; c_0 and the cells' states before the first, h_dec among them, are parameters.
 
     x̂ = x − σ(c_{t−1}); r = read(x, x̂, h_dec); h_enc = RNN_enc([r, h_dec]); μ, log σ = W h_enc + b; z_t = μ + σ∘ε_t;
-    h_dec = RNN_dec(z_t); c_t = c_{t−1} + write(h_dec).
+    h_dec = RNN_dec(z_t), or RNN_dec([z_t, 1]); c_t = c_{t−1} + write(h_dec).
 
     Args:
         shape: Channels, height and width of an image.
@@ -95,6 +95,7 @@ class DrawNetwork(nn.Module):
         latent_size: Size of z.
         read: Size N of the reading window; None: no attention.
         write: Size of the writing window; None: no window.
+        constant: Whether the decoder sees a 1 beside z.
     """
 
     def __init__(
@@ -106,13 +107,15 @@ class DrawNetwork(nn.Module):
         latent_size: int,
         read: int | None,
         write: int | None,
+        constant: bool,
     ) -> None:
         super().__init__()
+        self.constant = constant
         self.canvas = nn.Parameter(torch.zeros(shape))
         self.read = Read(shape, hidden_size, read)
         self.encoder = cells.build(encoder, self.read.width + hidden_size, hidden_size)
         self.posterior = nn.Linear(hidden_size, 2 * latent_size)
-        self.decoder = cells.build(decoder, latent_size, hidden_size)
+        self.decoder = cells.build(decoder, latent_size + constant, hidden_size)
         self.write = Write(shape, hidden_size, write)
         self.encoding, self.decoding = _first_state(self.encoder), _first_state(self.decoder)
 
@@ -139,7 +142,7 @@ class DrawNetwork(nn.Module):
             kl = kl + (0.5 * (mu.square() + (2 * log_sigma).exp() - 1) - log_sigma).sum(1)
             # (z − μ)/σ is ε itself, and the constants of the two densities cancel.
             log_ratio = log_ratio + (0.5 * (epsilon.square() - z.square()) + log_sigma).sum(1)
-            output, decoding = self.decoder(z.T, decoding)
+            output, decoding = self.decoder(self._decoded(z).T, decoding)
             h = output.T
             addition, view = self.write(h)
             canvas = canvas + addition
@@ -149,12 +152,16 @@ class DrawNetwork(nn.Module):
 
     def _painted(self, z: Tensor) -> Trail:
         """All steps at once: nothing but the decoder's own state goes from one to the next."""
-        h, _ = sequence.run(self.decoder, z.mT, _repeated(self.decoder, self.decoding, z.shape[1]))
+        h, _ = sequence.run(self.decoder, self._decoded(z).mT, _repeated(self.decoder, self.decoding, z.shape[1]))
         additions, view = self.write(h.mT)
         canvases = (self.canvas + additions.cumsum(0)).unbind(0)
         windows = [] if view is None else [Window(*parts) for parts in zip(*(t.unbind(0) for t in view), strict=True)]
         nothing = z.new_zeros(z.shape[1])
         return Trail(canvases, windows, nothing, nothing)
+
+    def _decoded(self, z: Tensor) -> Tensor:
+        """What the decoder sees of z [..., Z]."""
+        return nn.functional.pad(z, (0, 1), value=1.0) if self.constant else z
 
 
 def _first_state(cell: Cell) -> nn.ParameterDict:

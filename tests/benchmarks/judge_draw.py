@@ -66,7 +66,9 @@ def grey_borders(images: Tensor) -> float:
 def encoded(model: Draw, params: Params, images: int) -> Tensor:
     """z [T, n, Z] of the first test images, one draw each, as the decoder gets it."""
     codes: list[Tensor] = []
-    hook = model.network.decoder.register_forward_pre_hook(lambda _, inputs: codes.append(inputs[0].T))
+    hook = model.network.decoder.register_forward_pre_hook(
+        lambda _, inputs: codes.append(inputs[0].T[:, : model.latent_size])
+    )
     model.reconstruct(params, model.data.test_inputs[:images])
     hook.remove()
     return torch.stack(codes)
@@ -135,7 +137,8 @@ def main() -> None:
             f"{run}:", ", ".join(f"{name} {value:.3f}" for name, value in figures.items()), counts.tolist(), flush=True
         )
         for name, value in figures.items():
-            kind = f"{choice.get('decoder', 'lstm')} | {model.latent_size} | {config.train.steps:,}"
+            beside = ", a 1 beside z" * choice.get("constant", False)
+            kind = f"{choice.get('decoder', 'lstm')}{beside} | {model.latent_size} | {config.train.steps:,}"
             found[kind][name].append(value)
     names = "bound | importance-weighted | surest class | rarest class | never begun | of the encoder's z"
     print(f"\n| decoder | latents | steps | runs | {names} |")

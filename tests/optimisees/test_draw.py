@@ -32,6 +32,7 @@ CASES = {
     "without attention": {"attention": False},
     "IHC-LSTM decoder": {"decoder": "ihc-lstm"},
     "GRU encoder, IRC-GRU decoder": {"encoder": "gru", "decoder": "irc-gru"},
+    "IHC-LSTM decoder that sees a 1": {"decoder": "ihc-lstm", "constant": True},
     "SRU decoder": {"decoder": "sru", "latent_size": 4},
 }
 
@@ -71,8 +72,11 @@ FIRST = ("encoding", "decoding")
 """Where the cells' states before the first step lie."""
 
 
-def by_loops(model, params, image, noise, encoder, decoder, sizes):
-    """(−log p(x | z), KL, canvases) of one image [C][B][A] under ε [T][Z], a number at a time."""
+def by_loops(model, params, image, noise, encoder, decoder, sizes, constant):
+    """(−log p(x | z), KL, canvases) of one image [C][B][A] under ε [T][Z], a number at a time.
+
+    `constant` is what the decoder sees beside z: [1.0] or nothing.
+    """
     phi = {name: value.tolist() for name, value in params.items()}
     own = {
         part: {n.removeprefix(f"{part}."): v for n, v in phi.items() if n.startswith(f"{part}.")}
@@ -97,7 +101,7 @@ def by_loops(model, params, image, noise, encoder, decoder, sizes):
         mu, log_sigma = statistics[: len(epsilon)], statistics[len(epsilon) :]
         z = [m + math.exp(s) * e for m, s, e in zip(mu, log_sigma, epsilon, strict=True)]
         kl += 0.5 * sum(m**2 + math.exp(s) ** 2 - 2 * s - 1 for m, s in zip(mu, log_sigma, strict=True))
-        h, states[1] = decoder(own["decoder"], z, states[1])
+        h, states[1] = decoder(own["decoder"], [*z, *constant], states[1])
         patch = linear(phi, "write.patch", h)
         piece = len(patch) // channels
         patches = [patch[c * piece : (c + 1) * piece] for c in range(channels)]
@@ -121,9 +125,10 @@ def test_the_loss_is_its_transcription(options):
     params, batch = random_params(model), model.batch("train", 0, 1)
     encoder, decoder = (oracles.CELLS[options.get(part, "lstm")] for part in ("encoder", "decoder"))
     sizes = model.network.encoder.state_sizes, model.network.decoder.state_sizes
+    constant = [1.0] * options.get("constant", False)
     x = batch["inputs"].double() / 255
     found = [
-        by_loops(model, params, x[k].tolist(), batch["noise"][:, k].tolist(), encoder, decoder, sizes)
+        by_loops(model, params, x[k].tolist(), batch["noise"][:, k].tolist(), encoder, decoder, sizes, constant)
         for k in range(len(x))
     ]
     reconstruction, kl = (sum(one[term] for one in found) / len(x) for term in (0, 1))
@@ -152,8 +157,9 @@ def test_painting_from_the_prior_is_the_decoder_alone(options):
     written = {name.removeprefix("write."): p for name, p in params.items() if name.startswith("write.")}
     names, canvas = network.decoder.state_sizes, params["canvas"]
     state = {name: params[f"decoding.{name}"][:, None].expand(-1, 2) for name in names}
+    seen = torch.cat([z, torch.ones(3, 2, options.get("constant", False), dtype=z.dtype)], 2)
     for t in range(3):
-        h, state = functional_call(network.decoder, own, (z[t].T, state))
+        h, state = functional_call(network.decoder, own, (seen[t].T, state))
         addition, view = functional_call(network.write, written, (h.T,))
         canvas = canvas + addition
         laws.assert_close(trail.canvases[t], canvas, 1e-11)
