@@ -200,7 +200,8 @@ def joined(result: BenchmarkResult, earlier: BenchmarkResult) -> BenchmarkResult
             raise _unlike(f"{tasks[task.name].steps} steps of {task.name}", f"{task.steps}")
     own = {(run.task, run.optimiser, run.league) for run in result.runs}
     learned = {run.optimiser for run in result.runs if run.kind == "learned"}
-    same = dict(result.environment) == dict(earlier.environment)
+    own_place, *others = _places(result.environment) + _places(earlier.environment)
+    same = own_place == _places(earlier.environment)[0]
     runs, timed = list(result.runs), {task: dict(found) for task, found in result.step_seconds.items()}
     for run in earlier.runs:
         if run.task not in tasks or run.optimiser in learned or (run.task, run.optimiser, run.league) in own:
@@ -210,10 +211,20 @@ def joined(result: BenchmarkResult, earlier: BenchmarkResult) -> BenchmarkResult
         runs.append(run if same else replace(run, seconds=math.nan))
         if same and run.optimiser in earlier.step_seconds.get(run.task, {}):
             timed.setdefault(run.task, {}).setdefault(run.optimiser, earlier.step_seconds[run.task][run.optimiser])
-    beside = ", ".join(f"{key} {value}" for key, value in earlier.environment.items())
-    environment = {**result.environment, "beside runs of": beside}
+    beside = "; ".join(dict.fromkeys(place for place in others if place != own_place))
+    environment = {**result.environment, **({_BESIDE: beside} if beside else {})}
     proper = {**earlier.proper, **result.proper}
     return replace(result, runs=tuple(runs), step_seconds=timed, environment=environment, proper=proper)
+
+
+def _places(environment: Mapping[str, str]) -> list[str]:
+    """Where a result was made, then where the runs beside it were."""
+    own = ", ".join(f"{key} {value}" for key, value in environment.items() if key != _BESIDE)
+    return [own, *filter(None, environment.get(_BESIDE, "").split("; "))]
+
+
+_BESIDE = "beside runs of"
+"""Key of `environment`: each other machine, with its versions, on which some of the runs were made."""
 
 
 def _unlike(expected: str, found: str) -> UserError:

@@ -8,8 +8,8 @@ ConvNet trained on the runs' own training images; it must be at least 97 % right
 is told how sure it is of its first choice, on average, and how many there are of the rarest class.
 
 A sample of digits was never begun where its border is grey, 0.2 and more over the outer two pixels: digits have a black
-one. The last column has the share of them where z is drawn with the means and deviations that the encoder gives z over
-the test images, step by step, in place of the prior's 0 and 1.
+one. The next column has the share of them where z is drawn with the means and deviations that the encoder gives z over
+1,000 test images, step by step, in place of the prior's 0 and 1; the last the largest of these means, without its sign.
 """
 
 import argparse
@@ -74,17 +74,6 @@ def encoded(model: Draw, params: Params, images: int) -> Tensor:
     return torch.stack(codes)
 
 
-def never_begun(model: Draw, params: Params, samples: int) -> tuple[float, float]:
-    """The shares of samples that were never begun: with z of the prior, and with the encoder's means and deviations."""
-    drawn = torch.randn(model.steps, samples, model.latent_size, generator=torch.Generator().manual_seed(0))
-    code = encoded(model, params, 1000)
-    first, second = (
-        grey_borders(model.painted_with(params, z).canvases[-1].sigmoid())
-        for z in (drawn, code.mean(1, keepdim=True) + code.std(1, keepdim=True) * drawn)
-    )
-    return first, second
-
-
 def classifier(dataset: str, steps: int) -> tuple[ModuleOptimisee, Trained]:
     """A ConvNet on the same images, and its share of right answers on the test images."""
     task = convnet((16, 32), 64, dataset=dataset)
@@ -124,25 +113,30 @@ def main() -> None:
             right = judged[choice["dataset"]][1].metrics["accuracy"]
             print(f"classifier of {choice['dataset']}: {right:.2%} right", "" if right >= RIGHT else "(too few)")
         parts = [model.sample_images(params, min(100, options.samples - k), k) for k in range(0, options.samples, 100)]
-        sure, counts = told(*judged[choice["dataset"]], torch.cat([part.images[-1] for part in parts]))
-        begun = never_begun(model, params, options.samples)
+        samples = torch.cat([part.images[-1] for part in parts])
+        sure, counts = told(*judged[choice["dataset"]], samples)
+        code = encoded(model, params, 1000)
+        noise = torch.randn(len(code), len(samples), model.latent_size, generator=torch.Generator().manual_seed(0))
+        moved = model.painted_with(params, code.mean(1, keepdim=True) + code.std(1, keepdim=True) * noise)
         figures = {
             "bound": json.loads((run / "result.json").read_text(encoding="utf-8"))["metrics"]["bound"],
             "estimate": estimate(model, params, options.images, options.draws),
             "sure": sure,
             "rarest": float(counts.min()),
-            **dict(zip(("never begun", "never begun, of the encoder's z"), begun, strict=True)),
+            "never begun": grey_borders(samples),
+            "never begun, of the encoder's z": grey_borders(moved.canvases[-1].sigmoid()),
+            "largest mean of z": float(code.mean(1).abs().max()),
         }
         print(
             f"{run}:", ", ".join(f"{name} {value:.3f}" for name, value in figures.items()), counts.tolist(), flush=True
         )
+        beside = ", a 1 beside z" * choice.get("constant", False)
+        kind = f"{choice.get('decoder', 'lstm')}{beside} | {model.latent_size} | {config.train.steps:,}"
         for name, value in figures.items():
-            beside = ", a 1 beside z" * choice.get("constant", False)
-            kind = f"{choice.get('decoder', 'lstm')}{beside} | {model.latent_size} | {config.train.steps:,}"
             found[kind][name].append(value)
-    names = "bound | importance-weighted | surest class | rarest class | never begun | of the encoder's z"
+    names = "bound | importance-weighted | surest class | rarest class | never begun | of the encoder's z | mean of z"
     print(f"\n| decoder | latents | steps | runs | {names} |")
-    print("|---" * 10 + "|")
+    print("|---" * 11 + "|")
     for kind, own in found.items():
         print(f"| {kind} | {len(own['bound'])} | {' | '.join(map(spread, own.values()))} |")
 

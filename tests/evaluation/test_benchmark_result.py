@@ -112,11 +112,20 @@ def test_two_parts_joined_are_the_whole():
     whole = begun(tasks=3, seeds=2)
     names = [*dict.fromkeys(run.optimiser for run in whole.runs)]
     found = joined(only(whole, *names[:2]), only(whole, *names[2:]))
-    assert found.environment.pop("beside runs of").startswith("processor a processor of 2 cores, torch 2.11.0")
     order = [(run.task, run.optimiser, run.league) for run in found.runs]
     assert sorted(order) == sorted((run.task, run.optimiser, run.league) for run in whole.runs)
     by_key = {(run.task, run.optimiser, run.league): run for run in whole.runs}
     assert_same(found, dataclasses.replace(whole, runs=tuple(by_key[key] for key in order)))
+
+
+def test_each_other_machine_is_named_once():
+    """However often runs were put beside those of before, and a result's own machine not at all."""
+    whole = begun(tasks=1, seeds=2)
+    places = [{"processor": name, "torch": "2.15"} for name in ("first", "second", "first", "second")]
+    result, *rest = [dataclasses.replace(whole, environment=place) for place in places]
+    for newer in rest:
+        result = joined(newer, result)
+    assert result.environment == {**places[-1], "beside runs of": "processor first, torch 2.15"}
 
 
 def test_own_runs_stay_and_times_of_other_machines_are_left_out():

@@ -75,7 +75,9 @@ def test_kept_runs_are_not_made_again(run, tmp_path, monkeypatch):
     assert sorted((tmp_path / "cache").iterdir()) == kept
 
 
-def test_files_of_others_stay(tmp_path):
+def test_files_of_others_stay(tmp_path, monkeypatch):
+    """It is said before the processes start, which takes seconds."""
+    monkeypatch.setattr("l2lopt.experiments.demo.run_jobs", lambda *_: pytest.fail("processes were started"))
     own = tmp_path / "project"
     own.mkdir()
     (own / "config.toml").write_text("mine")

@@ -143,7 +143,7 @@ def test_a_step_errs_at_most_twice_as_much_as_plain(cell, rule, size, kept, pois
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [31, 1, 301, 4099])
+@pytest.mark.parametrize("size", SIZES)
 @main_rules
 @main_cells
 def test_the_way_back_errs_at_most_twice_as_much_as_plain(cell, rule, size, poisoned):
