@@ -149,5 +149,6 @@ def distance(left: Tensor, right: Tensor, kind: Distance = "euclidean") -> Tenso
 
 def _norm(x: Tensor) -> Tensor:
     square = x.square().sum(-1)
+    zero = square == 0  # not NaN: what diverged is no distance of 0
     # Two `where`: the inner one keeps √ away from 0, where an infinite derivative times 0 would be NaN.
-    return torch.where(square > 0, torch.where(square > 0, square, 1.0).sqrt(), 0.0)
+    return torch.where(zero, 0.0, torch.where(zero, 1.0, square).sqrt())

@@ -170,6 +170,12 @@ def test_large_distances_stay_finite():
     assert gradient.isfinite().all()
 
 
+@pytest.mark.parametrize("kind", ["euclidean", "cosine"])
+def test_the_distance_of_a_diverged_output_is_no_number(kind):
+    """0 would put it beside everything, and a run that diverged would look trained."""
+    assert distance(torch.tensor([math.nan, 1.0]), torch.ones(2), kind).isnan()
+
+
 def test_distances_are_scikit_learns():
     a, b = normal(5, 3, seed=1), normal(4, 3, seed=2)
     for kind, theirs in (("euclidean", euclidean_distances), ("cosine", cosine_distances)):
