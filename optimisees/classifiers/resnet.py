@@ -104,7 +104,8 @@ def resnet(
         data: The folder that data sets lie in; by default what L2LOPT_DATA says.
         download: Fetch what is missing.
         crop_and_flip: Training batches are moved by up to 4 pixels and mirrored at random; held-out ones are not.
-        channels_last: Channels lie last in memory, which is faster in most places.
+        channels_last: Channels lie last in memory, which is faster in most places. A CPU that may crash then keeps them
+            first: in float32 with fewer than 8 channels.
         autocast: Compute in bfloat16 where that is safe; parameters, running statistics and loss stay as they are.
         evaluation_samples: Evaluate each split on that many of its samples, drawn once and for all; none: on all.
         evaluation_size: Samples evaluated at once.
@@ -121,6 +122,11 @@ def resnet(
         expected = f"images of at least {2 ** (len(blocks) - 1)} pixels for {len(blocks)} stages"
         raise UserError("resnet: blocks", expected=expected, found=str(height), remedy="take fewer stages")
     classes = class_count(dataset, pictures)
+    if channels_last and width < 8 and kind == torch.float32 and torch.device(device).type == "cpu":
+        # oneDNN 3.13, in PyTorch 2.15, writes beyond the weight gradient of a strided 1×1 convolution of a few channels
+        # that lie last, where the processor has AVX2 and no AVX-512: `free(): invalid next size`.
+        logging.getLogger("l2lopt").info("optimisee.channels_last: not on a CPU below a width of 8, which may crash")
+        channels_last = False
     if autocast and torch.device(device).type == "cpu" and image_inputs.emulates_bfloat16():
         logging.getLogger("l2lopt").info("this processor emulates bfloat16: optimisee.autocast=false is faster on it")
     mean, deviation = (part.to(device) for part in image_inputs.statistics(pictures.train_inputs, kind))

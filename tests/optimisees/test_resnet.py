@@ -57,6 +57,20 @@ def test_channels_last_gives_the_same_numbers():
     laws.assert_close(gradient(small_resnet(channels_last=True)), gradient(small_resnet()), 1e-9)
 
 
+@pytest.mark.parametrize(("width", "told"), [(4, True), (8, False)])
+def test_few_channels_do_not_lie_last_on_a_cpu(width, told, caplog):
+    """Where they did, the gradient of the first shortcut broke the heap on processors with AVX2 alone."""
+
+    def task(**options):
+        return resnet((1, 1), width, pictures(), batch_size=5, heldout=0.3, evaluation_size=8, **options)
+
+    with caplog.at_level("INFO", logger="l2lopt"):
+        last = gradient(task(channels_last=True))
+    assert ("channels_last" in caplog.text) == told
+    if told:
+        laws.assert_close(last, gradient(task()), 0.0)
+
+
 def test_autocast_computes_in_bfloat16_and_keeps_loss_and_statistics():
     """Convolutions see bfloat16; the loss errs by as little as that has digits."""
     task, plain = (small_resnet(dtype="float32", autocast=on) for on in (True, False))
