@@ -346,7 +346,7 @@ def _of_group(optimiser: Runner | AtRates, group: slice) -> Runner:
     return optimiser if isinstance(optimiser, Optimiser) or callable(optimiser) else optimiser[group]
 
 
-def record_steps(steps: int, horizons: Sequence[int], per_decade: int = 12) -> list[int]:
-    """Step 0, about `per_decade` steps a decade up to `steps`, and the horizons."""
-    spaced = np.geomspace(1, steps, max(2, int(np.log10(max(steps, 2)) * per_decade)))
+def record_steps(steps: int, horizons: Sequence[int], per_decade: int | None = None) -> list[int]:
+    """Step 0, about `per_decade` steps a decade up to `steps`, 12 by default, and the horizons."""
+    spaced = np.geomspace(1, steps, max(2, int(np.log10(max(steps, 2)) * (per_decade or 12))))
     return sorted({0, steps, *horizons, *(round(float(step)) for step in spaced)})

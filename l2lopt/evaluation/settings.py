@@ -159,6 +159,8 @@ class EvaluationSettings(Settings):
     """Form of the inner steps of runs side by side: "compile" makes one compiled graph of a step for each optimiser,
     which takes ten seconds to a minute where it is not on disk yet; "auto" does so on a CPU where an optimiser has
     enough steps to make. Results agree up to rounding."""
+    readings: PositiveInt | None = None
+    """Steps a decade at which the losses are read on the way; none: 12. Fewer suit slow problems."""
     baselines: list[Baseline] = Field(default_factory=default_baselines)
     """What the learned optimisers are compared with."""
     multipliers: list[PositiveFloat] = Field(default_factory=lambda: half_decades(1e-2, 9))

@@ -255,7 +255,8 @@ def _curve(
     contestant: Contestant, chosen: Choices, problems: Problems, form: StepBackend
 ) -> tuple[dict[Split, ByStep], Tensor, float]:
     """The losses of the runs chosen for each horizon, each where its horizon is the next; those on the first batch."""
-    record = record_steps(problems.settings.steps, problems.settings.checked_horizons())
+    settings = problems.settings
+    record = record_steps(settings.steps, settings.checked_horizons(), settings.readings)
     served: dict[TunedRun, list[tuple[Split, int]]] = {}
     for split, by_horizon in chosen.items():
         for horizon, run in by_horizon.items():

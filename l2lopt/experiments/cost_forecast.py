@@ -99,7 +99,8 @@ class Costs(NamedTuple):
             tuned = sum(length * step + sum(horizon <= length for horizon in horizons) * each for length in lengths)
             tuning = settings.tuning_seeds * rates * tuned
         each = sum(self.evaluations[split] for split in SPLITS)
-        read = len(record_steps(settings.steps, horizons))  # each of them once, whatever run is shown there
+        # Each of them once, whatever run is shown there.
+        read = len(record_steps(settings.steps, horizons, settings.readings))
         return tuning + settings.seeds * (sum(lengths) * step + read * each)
 
 

@@ -264,6 +264,14 @@ def test_every_recorded_step_has_every_seed_once(quadratic):
     assert len(set(keys)) == len(keys) == 3 * 2 * 3 * len(steps)
 
 
+def test_fewer_readings_show_fewer_steps_of_the_same_runs(quadratic):
+    """Steps 1, 3 and 12 are three over a little more than a decade; 5 is a horizon."""
+    whole = comparison.evaluate({"mine": SGD(0.01)}, quadratic, settings())
+    fewer = comparison.evaluate({"mine": SGD(0.01)}, quadratic, settings(readings=3))
+    assert {row.step for row in fewer.rows} == {0, 1, 3, 5, 12}
+    assert set(fewer.rows) <= set(whole.rows)
+
+
 def test_a_schedule_with_an_end_tries_the_ends_of_later_horizons(quadratic):
     result = comparison.evaluate({}, quadratic, settings())
     for chosen in result.chosen["adamw"].values():
