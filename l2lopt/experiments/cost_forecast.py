@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -52,15 +53,18 @@ class Costs(NamedTuple):
 
     Attributes:
         learned: A free step of one problem with the learned optimiser, in the form that the comparison will have.
-        validated: A free step of one problem in a validation, which is eager.
+        validated: A free step of one problem of the validation, the mean of all; it is eager.
+        checked: An evaluation of one network of the validation, the mean of all its problems.
         knows_end: Whether that optimiser has a run of its own for each horizon.
-        unrolled: A step of an unroll, its part of the meta-gradient included; 0 where nothing is meta-trained.
+        unrolled: A step of an unroll, its part of the meta-gradient included, the mean of the problems of
+            meta-training; 0 where nothing is meta-trained.
         evaluations: Split → an evaluation of one network on it.
         baselines: Name of a baseline → a free step of one problem with it.
     """
 
     learned: float
     validated: float
+    checked: float
     knows_end: bool
     unrolled: float
     evaluations: dict[Split, float]
@@ -75,7 +79,7 @@ class Costs(NamedTuple):
         validations = 2 + (meta.updates - 1) // meta.validate_every
         problems = validation.seeds * (len(validation.on or config.problems))
         horizons = set(validation.horizons)
-        each = max(horizons) * self.validated + len(horizons) * self.evaluations[validation.split]
+        each = max(horizons) * self.validated + len(horizons) * self.checked
         return meta.updates * meta.batch * steps * self.unrolled + validations * problems * each
 
     def learned_run(self, config: Config, tuned: bool = False) -> float:
@@ -137,7 +141,7 @@ def forecast(planned: Sequence[PlannedRun]) -> dict[str, float]:
 
 
 def measure_costs(experiment: Experiment, baselines: Sequence[Baseline] = (), unrolls: bool = True) -> Costs:
-    """Runs some steps of each kind on the first problem.
+    """Runs some steps of each kind: on the problem of the comparison, and on every one of meta-training and validation.
 
     Free steps have the form that the comparison will have: one that will be compiled is compiled here, which the
     comparison then finds made, in this process or on disk.
@@ -151,7 +155,7 @@ def measure_costs(experiment: Experiment, baselines: Sequence[Baseline] = (), un
     settings = config.evaluation
     first = seed_of("forecast", 0)
 
-    def step(contestant: Contestant, form: StepBackend | None = None) -> float:
+    def step(contestant: Contestant, form: StepBackend | None = None, optimisee: Optimisee = optimisee) -> float:
         """Of one problem, in a group as large as those to come; by default in the comparison's form."""
         form = form or step_backend(contestant, optimisee, settings)
         compiled, at = form.backend == "compile", contestant.at(contestant.rates[0], settings.steps)
@@ -161,25 +165,36 @@ def measure_costs(experiment: Experiment, baselines: Sequence[Baseline] = (), un
         run_free(optimiser, optimisee, seeds, [1], splits=(), backend=form.backend)  # whatever is made once
         return run_free(optimiser, optimisee, seeds, [2], splits=(), backend=form.backend).seconds
 
-    params, aux = optimisee.init(first)
-    evaluations = {}
-    tuning = CHOSEN_ON.values() if tunes(settings) else ()
-    for split in sorted({*SPLITS, *tuning, config.validation.split}):
+    def evaluation(optimisee: Optimisee, split: Split) -> float:
+        params, aux = optimisee.init(first)
         parts = list(optimisee.evaluation_batches(split, first))
         batch, count = parts[0]
-        seconds = _seconds(partial(_evaluate, optimisee, params, aux, batch))
-        evaluations[split] = seconds * sum(other for _, other in parts) / count
+        return _seconds(partial(_evaluate, optimisee, params, aux, batch)) * sum(other for _, other in parts) / count
+
+    tuning = CHOSEN_ON.values() if tunes(settings) else ()
     own = contestants.learned("learned", kernels.fuse(experiment.optimiser, config.backend))
     form = step_backend(own, optimisee, settings)
     learned = step(own, form)
+
+    def validated(problem: Optimisee) -> float:
+        same = problem is optimisee and form.backend != "compile"
+        return learned if same else step(own, StepBackend("eager", settings.rows), problem)
+
+    validation, split = experiment.validated_on if unrolls else [], config.validation.split
     return Costs(
         learned=learned,
-        validated=step(own, StepBackend("eager", settings.rows)) if unrolls and form.backend == "compile" else learned,
+        validated=_mean(validated, validation),
+        checked=_mean(partial(evaluation, split=split), validation),
         knows_end=experiment.optimiser.knows_end,
-        unrolled=_unrolled(experiment, first) if unrolls else 0.0,
-        evaluations=evaluations,
+        unrolled=_mean(lambda each: _unrolled(experiment, first, each), experiment.optimisees if unrolls else []),
+        evaluations={split: evaluation(optimisee, split) for split in sorted({*SPLITS, *tuning})},
         baselines={one.name: step(one.contestant()) for one in baselines},
     )
+
+
+def _mean(measure: Callable[[Optimisee], float], problems: Sequence[Optimisee]) -> float:
+    """The mean over problems, each measured once however often it stands there; 0 without any."""
+    return sum(measure(problem) * count for problem, count in Counter(problems).items()) / max(len(problems), 1)
 
 
 def _evaluate(optimisee: Optimisee, params: Params, aux: Aux, batch: Batch) -> float:
@@ -187,9 +202,9 @@ def _evaluate(optimisee: Optimisee, params: Params, aux: Aux, batch: Batch) -> f
         return float(optimisee.evaluate(params, aux, batch))
 
 
-def _unrolled(experiment: Experiment, seed: int) -> float:
+def _unrolled(experiment: Experiment, seed: int, optimisee: Optimisee) -> float:
     """A step of an unroll."""
-    optimiser, optimisee, unroll = experiment.optimiser, experiment.optimisee, experiment.config.unroll
+    optimiser, unroll = experiment.optimiser, experiment.config.unroll
     shortest = unroll.length if isinstance(unroll.length, int) else unroll.length[0]
     steps = min(unroll.truncation or shortest, shortest, 4)
     params, aux = optimisee.init(seed)

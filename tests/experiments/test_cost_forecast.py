@@ -118,6 +118,32 @@ def test_meta_seeds_share_a_measurement_and_a_rest_costs_its_share(clock):
     assert costs["baselines"] == 0
 
 
+def test_each_problem_of_meta_training_and_validation_costs_its_own(monkeypatch):
+    """One that stands there twice is measured once; seconds are the sizes of the problems."""
+    changes = [
+        "trained_on=[{name='quadratic', size=5}, {name='quadratic', size=5}, {name='quadratic', size=8}]",
+        "validation.on=[{name='quadratic', size=7}, {name='quadratic', size=9}]",
+    ]
+    unrolled, ran = [], []
+
+    def unroll(experiment, seed, optimisee):
+        unrolled.append(optimisee.size)
+        return float(optimisee.size)
+
+    def run_free(optimiser, optimisee, seeds, record, splits=(), backend="eager"):
+        ran.append(optimisee.size)
+        return Curves([], {}, torch.zeros(1), float(optimisee.size))
+
+    monkeypatch.setattr(cost_forecast, "_unrolled", unroll)
+    monkeypatch.setattr(cost_forecast, "run_free", run_free)
+    monkeypatch.setattr(cost_forecast, "_seconds", lambda work: 0.0)
+    costs = forecast([PlannedRun(config.load(CONFIG, changes), None, 1.0)])
+    assert (unrolled, ran) == ([5, 8], [3, 3, 7, 7, 9, 9])  # each after a first try
+    # Six updates of two unrolls of four steps; three validations of two seeds on two problems, five steps.
+    assert costs["meta-training"] == pytest.approx(6 * 2 * 4 * 6 + 3 * 2 * 2 * 5 * 8)
+    assert costs["free runs"] == pytest.approx(3 * 10 * 3)
+
+
 def test_the_clock_itself(monkeypatch):
     """Without the table of times: some positive number for every kind of step."""
     settings = config.load(CONFIG)
