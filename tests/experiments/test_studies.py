@@ -382,22 +382,20 @@ TINY = [
 ]
 
 
-PAPERS = ["LSTM", "IHC-LSTM", "sgd", "momentum", "adam"]
-OURS = [
-    *("LSTM, the paper's rule", "IHC-LSTM, the paper's rule", "LSTM per tensor", "IHC-LSTM per tensor"),
-    *("sgd", "adam", "muon", "harness", "adamw", "harness, S = 0.04", "momentum"),
-]
+LEARNED = ["LSTM, the paper's rule", "IHC-LSTM, the paper's rule", "LSTM per tensor", "IHC-LSTM per tensor"]
+FULL = [*LEARNED, "sgd", "adam", "muon", "harness", "adamw", "momentum"]
+NARROW = [*LEARNED, "sgd", "adam", "muon", "harness", "adamw", "harness, S = 0.04", "momentum"]
 
 
 @pytest.mark.parametrize(
-    ("name", "rows"), [("fig3-width16", OURS), pytest.param("fig3", PAPERS, marks=pytest.mark.slow)]
+    ("name", "rows"), [("fig3-width16", NARROW), pytest.param("fig3", FULL, marks=pytest.mark.slow)]
 )
 def test_the_papers_figure_by_name(name, rows, tmp_path, monkeypatch, capsys):
     """On other images and a smaller network, from another folder than the library's."""
     monkeypatch.chdir(tmp_path)
     small = f"[{{name='resnet', blocks=[1, 1], width=2, dataset='{pictures()}', batch_size=4, evaluation_samples=8}}]"
     changes = [*TINY, f"optimisee.dataset='{pictures()}'"]
-    changes += [f"trained_on={small}", f"validation.on={small}"] if rows is OURS else []
+    changes += [f"trained_on={small}", f"validation.on={small}"] if rows is NARROW else []
     code, out, err = called(monkeypatch, capsys, "reproduce", name, *sets(changes))
     assert (code, err) == (0, "")
     assert out.index("pieces to make") < out.index("meta-train")
