@@ -5,8 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from scipy import stats
 from test_docs import check_commands, fences, without_code
+
+import l2lopt
+from l2lopt.core.layout import Layout
 
 ROOT = Path(__file__).parent.parent
 REFERENCE = ROOT / "runs" / "reference"
@@ -79,18 +83,53 @@ def difference(first, second, split):
     return f"{mean:+.2f} [{low:.2f}, {high:.2f}]".replace("-", "−")
 
 
-OTHERS = {"SGD": "sgd", "Adam": "adam", "Muon": "muon", "the harness": "harness"}
-RULES = ("LSTM per tensor", "IHC-LSTM per tensor")
+OTHERS = {"SGD": "sgd", "Adam": "adam", "AdamW": "adamw", "Muon": "muon", "the harness": "harness"}
+RULES = {"per tensor": OTHERS, ", the paper's rule": ("SGD", "Adam")}
+CELLS = ("LSTM", "IHC-LSTM")
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
 @pytest.mark.parametrize(
     ("line", "pair"),
     [
-        *((f"{rule} against {said}", (rule, name)) for rule in RULES for said, name in OTHERS.items()),
+        *(
+            (f"{name} against {said}", (name, OTHERS[said]))
+            for rule, others in RULES.items()
+            for name in (f"{cell} {rule}".replace(" ,", ",") for cell in CELLS)
+            for said in others
+        ),
         ("IHC-LSTM against LSTM, per tensor", ("IHC-LSTM per tensor", "LSTM per tensor")),
+        ("IHC-LSTM against LSTM, the paper's rule", ("IHC-LSTM, the paper's rule", "LSTM, the paper's rule")),
     ],
 )
 def test_differences_of_figure_3_are_those_of_its_losses(line, pair, split):
     said = re.search(rf"^\| {line} \| (.*) \| (.*) \|$", read("fig3-width16/README.md"), re.M)
     assert said[1 + ("train", "test").index(split)] == difference(*pair, split)
+
+
+def test_the_readme_has_the_losses_of_figure_3():
+    table = dict(re.findall(r"^\| ([^|]*) \| [^|]* \| ([\d.]+)[^|]*\|$", read("fig3-width16/table.md"), re.M))
+    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("Figure 3 of Kuo et al.")[2]
+    said = dict(re.findall(r"`?([\w-]+)`? (?:without a network )?(\d\.\d+)", text.partition("figures")[0]))
+    names = {"lstm": "LSTM per tensor", "ihc-lstm": "IHC-LSTM per tensor"}
+    assert len(said) == 7
+    assert said == {name: table[names.get(name, name.lower())] for name in said}
+
+
+@pytest.mark.parametrize("cell", ["LSTM", "IHC-LSTM"])
+def test_the_rates_that_the_papers_rule_learned_are_those_of_its_weights(cell):
+    """s i of the update −(1 − f)∘θ − s i∘g, the mean of 400 coordinates after 100 gradients of one size."""
+    rule = l2lopt.load(REFERENCE / f"fig3-width16/{cell.lower()}.safetensors")
+    text = read("fig3-width16/README.md").partition("| size of the gradients |")[2]
+    said = re.search(rf"^\| {cell} \| (.*) \|$", text, re.M)
+    scale = rule.rule.scale * float(torch.exp(10 * rule.rule.log_scale.detach()))
+    drawn = torch.Generator().manual_seed(0)
+    params, found = 0.05 * torch.randn(400, generator=drawn), []
+    for size in (1e-5, 1e-3, 1e-2, 1e-1):
+        state = rule.init(Layout(("w",), ((400,),)), like=params)
+        with torch.no_grad():
+            for step in range(1, 101):
+                grads, loss = size * torch.randn(400, generator=drawn), torch.tensor(2.3 * step**-0.08)
+                _, state = rule.update(grads, state, params, loss=loss)
+        found.append(scale * float(state.coordinates["rule.input"].mean()))
+    assert [float(number) for number in said[1].split(" | ")] == pytest.approx(found, rel=0.1)
