@@ -84,7 +84,7 @@ def difference(first, second, split):
 
 
 OTHERS = {"SGD": "sgd", "Adam": "adam", "AdamW": "adamw", "Muon": "muon", "the harness": "harness"}
-RULES = {"per tensor": OTHERS, ", the paper's rule": ("SGD", "Adam")}
+RULES = {" per tensor": OTHERS, ", the paper's rule": ("SGD", "Adam")}
 CELLS = ("LSTM", "IHC-LSTM")
 
 
@@ -93,11 +93,12 @@ CELLS = ("LSTM", "IHC-LSTM")
     ("line", "pair"),
     [
         *(
-            (f"{name} against {said}", (name, OTHERS[said]))
+            (f"{cell}{rule} against {said}", (f"{cell}{rule}", OTHERS[said]))
             for rule, others in RULES.items()
-            for name in (f"{cell} {rule}".replace(" ,", ",") for cell in CELLS)
+            for cell in CELLS
             for said in others
         ),
+        ("the harness against Muon", ("harness", "muon")),
         ("IHC-LSTM against LSTM, per tensor", ("IHC-LSTM per tensor", "LSTM per tensor")),
         ("IHC-LSTM against LSTM, the paper's rule", ("IHC-LSTM, the paper's rule", "LSTM, the paper's rule")),
     ],
@@ -132,4 +133,5 @@ def test_the_rates_that_the_papers_rule_learned_are_those_of_its_weights(cell):
                 grads, loss = size * torch.randn(400, generator=drawn), torch.tensor(2.3 * step**-0.08)
                 _, state = rule.update(grads, state, params, loss=loss)
         found.append(scale * float(state.coordinates["rule.input"].mean()))
+        assert (1 - state.coordinates["rule.forget"]).mean() < 1e-4
     assert [float(number) for number in said[1].split(" | ")] == pytest.approx(found, rel=0.1)
