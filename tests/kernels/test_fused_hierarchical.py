@@ -101,6 +101,8 @@ def test_gradients_that_are_not_finite_or_zero(gradient):
     ("layout", "batch", "losses"),
     [
         (LAYOUT, (2,), True),
+        (LAYOUT, (1,), True),
+        (LAYOUT, (1,), False),
         (LAYOUT, (), False),
         (Layout(("bias",), ((4,),)), (), True),
         (Layout(("w", "none"), ((4, 6), (0, 3))), (), True),

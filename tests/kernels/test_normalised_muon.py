@@ -8,7 +8,7 @@ from implementations import normal
 from l2lopt import kernels, optimisers
 from l2lopt.core.kinds import Role
 from l2lopt.core.layout import Layout
-from l2lopt.kernels.cpu.normalised_muon import FusedNormalisedMuon
+from l2lopt.kernels.cpu.normalised_muon import FusedNormalisedMuon, _Batch, _Member
 from l2lopt.optimisers import directions
 
 SHAPES = {
@@ -51,6 +51,36 @@ def test_the_step_in_place_is_the_references(options, dtype, tolerance):
     fused = kernels.fuse(plain, "cpu")
     assert isinstance(fused, FusedNormalisedMuon)
     laws.assert_close(run(fused.update_, fused, dtype=dtype), run(plain.update, plain, dtype=dtype), tolerance)
+
+
+WIDE = Layout.of({"wide": torch.zeros(32, 100), "tall": torch.zeros(70, 33), "filters": torch.zeros(32, 8, 3, 3)})
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-11), (torch.float32, 1e-4)])
+@pytest.mark.parametrize("coefficients", sorted(directions.COEFFICIENTS))
+def test_wide_matrices_are_orthogonalised_by_their_squares(coefficients, dtype, tolerance):
+    plain = optimisers.make("normalised-muon", direction={"name": "orthogonalised", "coefficients": coefficients})
+    fused = kernels.fuse(plain)
+    ours, theirs = (run(update, plain, WIDE, dtype=dtype) for update in (fused.update_, plain.update))
+    assert [batch.of_squares for plan in fused._plans.values() for batch in plan.batches] == [True] * 3
+    laws.assert_close(ours, theirs, tolerance)
+
+
+@pytest.mark.parametrize("coefficients", sorted(directions.COEFFICIENTS))
+@pytest.mark.parametrize("decades", [2, 6, None])
+def test_products_of_squares_bear_small_singular_values(coefficients, decades):
+    rows, columns = 64, 300
+    left = torch.linalg.qr(normal(rows, rows, seed=3)).Q
+    right = torch.linalg.qr(normal(columns, rows, seed=4)).Q
+    # Without decades: four equal singular values and zeros.
+    values = torch.logspace(0, -decades, rows) if decades else (torch.arange(rows) < 4).double()
+    matrix = left @ values.double().diag() @ right.mT
+    wanted = directions.newton_schulz(matrix, directions.COEFFICIENTS[coefficients])
+    batch = _Batch([_Member(0, (1, rows, columns), 0)], torch.empty(0))
+    batch.x.copy_(matrix)
+    batch.orthogonalise(directions.COEFFICIENTS[coefficients])
+    assert batch.of_squares
+    assert (batch.x[0] - wanted).norm() <= 1e-3 * wanted.norm()  # bfloat16, in which Muon is at home, errs by 1e-2
 
 
 def test_in_bfloat16_products_it_is_near():
@@ -98,6 +128,7 @@ def test_gradients_that_are_not_finite_or_zero(gradient):
     ("layout", "batch"),
     [
         (LAYOUT, (2,)),
+        (LAYOUT, (1,)),
         (Layout(("bias",), ((4,),)), ()),
         (Layout(("w",), ((4, 6),)), ()),
         (Layout(("w", "none"), ((4, 6), (0, 3))), ()),

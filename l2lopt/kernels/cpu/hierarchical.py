@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from l2lopt.core.layout import Layout, Params
 from l2lopt.core.types import OptimiserState, Update
-from l2lopt.kernels.cpu.normalised_muon import PLANS, Plan, suits
+from l2lopt.kernels.cpu.normalised_muon import PLANS, Plan, is_one_row, of_one_row, suits
 from l2lopt.optimisers import Hierarchical, Optimiser
 from l2lopt.optimisers import facts as facts_module
 from l2lopt.optimisers.directions import Adam
@@ -107,9 +107,9 @@ class _Tensors:
 class FusedHierarchical(Optimiser):
     """The hierarchical rule whose `update_` works in place: the same states and numbers, to rounding.
 
-    For one run on the CPU, with the controls step, decay and mix, and with finite gradients; for all else it is the
-    reference. The network is the reference's. The passes over all coordinates are what the rule costs more than its
-    harness, so these are few and go through the cache.
+    For one run on the CPU, [n] or [1, n], with the controls step, decay and mix, and with finite gradients; for all
+    else it is the reference. The network is the reference's. The passes over all coordinates are what the rule costs
+    more than its harness, so these are few and go through the cache.
 
     Args:
         reference: The plain optimiser; its parameters are φ.
@@ -154,6 +154,8 @@ class FusedHierarchical(Optimiser):
         self, grads: Tensor, state: OptimiserState, params: Tensor, *, loss: Tensor | None = None
     ) -> tuple[Tensor, OptimiserState]:
         """`update` without a tape and in place: it overwrites the state it is given and its own last result."""
+        if is_one_row(grads):
+            return of_one_row(self, grads, state, params, loss)
         rule, layout = self.reference, state.layout
         harness, own, shared = rule.harness, state.coordinates, state.shared
         if not {*rule.controls} <= STEERED or isinstance(harness.lr, Tensor) or not suits(grads, state, params):

@@ -20,6 +20,8 @@ from l2lopt.optimisers.schedules import to_the_end
 
 PLANS = 8
 """Layouts whose memory is kept."""
+FEW = 32
+"""Rows below which the number of products costs more than their size."""
 
 
 class _Member(NamedTuple):
@@ -59,15 +61,41 @@ class _Batch:
         rows, columns = sorted(first[1:])
         self.x, self.y = (like.new_empty(count, rows, columns) for _ in range(2))
         self.gram, self.square = (like.new_empty(count, rows, rows) for _ in range(2))
+        # Half precision has too few digits for the squares of small singular values.
+        self.of_squares = rows >= FEW and columns >= 2 * rows and like.dtype in (torch.float32, torch.float64)
+        self.factor, self.spare = (like.new_empty(count, rows, rows) if self.of_squares else like for _ in range(2))
 
     def orthogonalise(self, coefficients: Sequence[tuple[float, float, float]]) -> None:
         """`newton_schulz` of `x`, into `x`."""
         self.x.div_(torch.linalg.vector_norm(self.x, dim=(-2, -1), keepdim=True).clamp_(min=EPS))
+        if self.of_squares:
+            self._of_squares(coefficients)
+            return
         for a, b, c in coefficients:
             torch.bmm(self.x, self.x.mT, out=self.gram)
             torch.baddbmm(self.gram, self.gram, self.gram, beta=b, alpha=c, out=self.square)
             torch.baddbmm(self.x, self.square, self.x, beta=a, out=self.y)
             self.x, self.y = self.y, self.x
+
+    def _of_squares(self, coefficients: Sequence[tuple[float, float, float]]) -> None:
+        """The same by products of A = X Xᵀ alone: with P = a I + b A + c A² a step is X ← P X, so A ← P A P.
+
+        The wide X itself is multiplied once, by the product of all P, not ten times.
+        """
+        torch.bmm(self.x, self.x.mT, out=self.gram)
+        for step, (a, b, c) in enumerate(coefficients):
+            torch.baddbmm(self.gram, self.gram, self.gram, beta=b, alpha=c, out=self.factor)
+            self.factor.diagonal(dim1=-2, dim2=-1).add_(a)
+            if step == 0:
+                self.square.copy_(self.factor)
+            else:
+                torch.bmm(self.factor, self.square, out=self.spare)
+                self.square, self.spare = self.spare, self.square
+            if step < len(coefficients) - 1:
+                torch.bmm(self.factor, self.gram, out=self.spare)
+                torch.bmm(self.spare, self.factor, out=self.gram)
+        torch.bmm(self.square, self.x, out=self.y)
+        self.x, self.y = self.y, self.x
 
 
 class Plan:
@@ -113,8 +141,8 @@ class Plan:
 class FusedNormalisedMuon(Optimiser):
     """The harness whose `update_` works in place: the same states and numbers, to rounding.
 
-    For one run on the CPU, by the orthogonalised direction, with finite gradients; for all else it is the reference.
-    Beside the products a step of the reference is bound by memory, which this one goes over fewer times.
+    For one run on the CPU, [n] or [1, n], by the orthogonalised direction, with finite gradients; for all else it is
+    the reference. Beside the products a step of the reference is bound by memory, which this one goes over fewer times.
 
     Args:
         reference: The plain optimiser.
@@ -149,6 +177,8 @@ class FusedNormalisedMuon(Optimiser):
         self, grads: Tensor, state: OptimiserState, params: Tensor, *, loss: Tensor | None = None
     ) -> tuple[Tensor, OptimiserState]:
         """`update` without a tape and in place: it overwrites the state it is given and its own last result."""
+        if is_one_row(grads):
+            return of_one_row(self, grads, state, params, loss)
         direction, rate = self.reference.direction, self.reference.lr
         if not isinstance(direction, Orthogonalised) or isinstance(rate, Tensor) or not suits(grads, state, params):
             return self.reference.update_(grads, state, params, loss=loss)
@@ -210,3 +240,38 @@ def suits(grads: Tensor, state: OptimiserState, params: Tensor) -> bool:
         return False
     own = {value.data_ptr() for value in pytree.tree_leaves(state.coordinates)}
     return 0 not in layout.sizes and len(own) >= 2
+
+
+def is_one_row(grads: Tensor) -> bool:
+    """Whether it is a single run of those that could be side by side, [1, n]."""
+    return grads.dim() == 2 and len(grads) == 1
+
+
+def of_one_row(
+    optimiser: Optimiser, grads: Tensor, state: OptimiserState, params: Tensor, loss: Tensor | None
+) -> tuple[Tensor, OptimiserState]:
+    """The optimiser's `update_` of the single row, as of a run by itself: the same memory, without the row's axis.
+
+    Args:
+        optimiser: Optimiser with a step in place for one run.
+        grads: Gradients, [1, n].
+        state: State of a batch (1,), whose tensors are overwritten.
+        params: θ, [1, n].
+        loss: Loss, [1].
+    """
+    layout, coordinates, groups, shared = state
+    # What all rows share, such as the step, has no axis of rows.
+    alone = OptimiserState(
+        layout,
+        pytree.tree_map(lambda value: value.squeeze(-2), coordinates),
+        pytree.tree_map(lambda value: value.squeeze(-2), groups),
+        {name: value.squeeze(-1) if value.dim() else value for name, value in shared.items()},
+    )
+    update, after = optimiser.update_(grads[0], alone, params[0], loss=None if loss is None else loss[0])
+    rows = OptimiserState(
+        layout,
+        pytree.tree_map(lambda value: value.unsqueeze(-2), after.coordinates),
+        pytree.tree_map(lambda value: value.unsqueeze(-2), after.groups),
+        {name: value[..., None] if shared[name].dim() else value for name, value in after.shared.items()},
+    )
+    return update[None], rows
