@@ -5,6 +5,7 @@ import os
 import sys
 
 from l2lopt.cli import main
+from l2lopt.core.allocator import keep_freed_memory
 
 
 def run() -> None:
@@ -21,6 +22,7 @@ def run() -> None:
             os._exit(130)
 
     atexit.register(leave)  # before all imports of PyTorch's: the first to be registered is the last to be called
+    keep_freed_memory()
     try:
         main()
     except SystemExit as end:

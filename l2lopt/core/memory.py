@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from l2lopt.core.allocator import kept_bytes
 from l2lopt.core.environment import whole_number
 from l2lopt.core.errors import UserError
 
@@ -33,7 +34,7 @@ def available_memory(device: torch.device) -> int:
         free = found["MemAvailable"]
     except (OSError, KeyError, ValueError):  # not Linux
         free = _machine()
-    return int(min(free, _allowed())) // whole_number("LOCAL_WORLD_SIZE", 1)
+    return int(min(free, _allowed())) // whole_number("LOCAL_WORLD_SIZE", 1) + kept_bytes()
 
 
 def _machine() -> int:

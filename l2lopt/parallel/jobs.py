@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from l2lopt.core.allocator import keep_freed_memory
 from l2lopt.core.digest import opened
 from l2lopt.core.errors import UserError
 from l2lopt.core.types import Report
@@ -122,6 +123,7 @@ def _begin(events: Any) -> None:
     """Prepares a worker process."""
     global _events
     _events = events
+    keep_freed_memory()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
