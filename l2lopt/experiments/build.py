@@ -87,11 +87,17 @@ class Training(NamedTuple):
     factory: OptimizerFactory
 
 
-def build(config: Config, given: Sequence[Optimisee] = ()) -> Experiment:
-    """The objects a config describes; `given` are those that its tables with name = "python" stand for.
+def build(config: Config, given: Sequence[Optimisee] = (), *, meta_training: bool = True) -> Experiment:
+    """The objects a config describes.
+
+    Args:
+        config: Config.
+        given: Optimisees that its tables with name = "python" stand for.
+        meta_training: Whether its optimiser will be meta-trained, for which there must be memory.
 
     Raises:
-        UserError: For an unknown name or option, a device that is not there, or optimisees that are not the config's.
+        UserError: For an unknown name or option, a device that is not there, optimisees that are not the config's, or
+            sizes without memory for them.
     """
     place = device(config.device)
     choices = [config.optimisee, *config.mixed_with]
@@ -112,7 +118,7 @@ def build(config: Config, given: Sequence[Optimisee] = ()) -> Experiment:
         baseline.build(baseline.rates[0], config.evaluation.steps)
     every = list(dict.fromkeys([problems[0], *trained_on, *validated_on]))
     optimiser = match_dtype(optimiser, every).to(place)
-    check_sizes(config, every, optimiser, estimator)
+    check_sizes(config, every, optimiser, estimator if meta_training else None)
     return Experiment(config, problems[0], trained_on, validated_on, optimiser, estimator)
 
 

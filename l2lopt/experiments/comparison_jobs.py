@@ -148,8 +148,8 @@ def all_jobs(location: StudyLocation) -> Iterator[Job]:
         first = config_of(location, Job(number, 0, None))
         for index in range(len(study.optimisers)):
             config = config_of(location, Job(number, index, study.meta_seeds[0]))
-            experiment = build.build(config)
-            _fixed_optimiser(study.optimisers[index])
+            given = _fixed_optimiser(study.optimisers[index])
+            experiment = build.build(config, meta_training=given is None)
             for baseline in config.evaluation.baselines if index == 0 else ():
                 baseline.check(experiment.optimisee)
             if index == 0 and comparison.tunes(config.evaluation, any(one.tuned for one in study.optimisers)):
@@ -191,7 +191,7 @@ def make_job(location: StudyLocation, job: Job, report: Report = silent) -> None
     # Only now is there a file of weights, whose digest the work says.
     resolved = resolve(location, job)
     with cpu_threads(config.threads):
-        optimisee = build.build(config).optimisee
+        optimisee = build.build(config, meta_training=False).optimisee
         problem = problem_facts(config.optimisee, optimisee)
         if job.meta_seed is None:
             baseline = config.evaluation.baselines[job.optimiser]

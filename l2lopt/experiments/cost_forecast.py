@@ -125,12 +125,13 @@ def forecast(planned: Sequence[PlannedRun]) -> dict[str, float]:
     for runs in by_recipe.values():
         config = runs[0].config
         with cpu_threads(config.threads):
-            experiment, given = build.build(config), runs[0].given
+            unrolls, given = any(run.meta_training for run in runs), runs[0].given
+            experiment = build.build(config, meta_training=unrolls)
             if given is not None:
                 rule = build.match_dtype(build.ready_optimiser(given), experiment.optimisees)
                 experiment = experiment._replace(optimiser=rule.to(build.device(config.device)))
             baselines = [run.baseline for run in runs if run.baseline is not None]
-            costs = measure_costs(experiment, baselines, unrolls=any(run.meta_training for run in runs))
+            costs = measure_costs(experiment, baselines, unrolls=unrolls)
         for run in runs:
             if run.baseline is not None:
                 stages["baselines"] += costs.baseline_run(config, run.baseline)

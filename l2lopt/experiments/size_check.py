@@ -19,7 +19,7 @@ OBJECT = 100
 
 
 def check_sizes(
-    config: Config, problems: Sequence[Optimisee], optimiser: Optimiser, estimator: MetaGradientEstimator
+    config: Config, problems: Sequence[Optimisee], optimiser: Optimiser, estimator: MetaGradientEstimator | None
 ) -> None:
     """Refuses numbers of runs, steps or pairs whose parameters and states alone would not fit into the memory.
 
@@ -29,7 +29,7 @@ def check_sizes(
         config: Config, whose keys the errors name.
         problems: Optimisees of the config.
         optimiser: Optimiser of the config, in the dtype and on the device of the optimisees.
-        estimator: Estimator of the config.
+        estimator: Estimator of the config; None where nothing is meta-trained.
 
     Raises:
         UserError: For the first size that is too large, with the memory that it would need.
@@ -37,33 +37,45 @@ def check_sizes(
     for problem in problems:
         params, _ = problem.init(0)
         flat = Layout.of(params).ravel(params)
-        run = flat.nbytes + _state_bytes(optimiser, params, flat)
-
-        def check(key: str, count: int, each: int, place: torch.device = flat.device) -> None:
-            check_need(f"{key} = {count}", count * each, place)
-
-        ranks = processes.ranks()
-        check("meta.batch", config.meta.batch, OBJECT + run // ranks)
-        length = config.unroll.length if isinstance(config.unroll.length, int) else max(config.unroll.length)
-        steps = min(config.unroll.truncation or length, length)
-        for part in (estimator.exact, estimator.evolution) if isinstance(estimator, Mixed) else (estimator,):
-            if isinstance(part, Backprop):
-                check("unroll: steps", min(part.window or steps, steps), flat.nbytes)
-            if isinstance(part, EvolutionStrategies):
-                phi = sum(value.nbytes for value in optimiser.phi().values())
-                check("unroll.estimator: pairs", part.pairs, phi + (2 * run if part.persistent else 0))
-        if (cma := config.meta.cma) is not None:
-            count = sum(value.numel() for value in optimiser.phi().values())
-            # In float64; telling a full covariance takes the products of every member with itself, and weighs them.
-            each = 8 * count * (1 if cma.separable else 2 * count)
-            check("meta.cma: population", cma.members(count), each, torch.device("cpu"))
+        run = flat.nbytes + (_state_bytes(optimiser, params, flat) if estimator is not None else 0)
+        if estimator is not None:
+            _check_meta_training(config, optimiser, estimator, flat, run)
         for name, seeds, rows in (
-            ("validation.seeds", config.validation.seeds, config.validation.rows),
             ("evaluation.seeds", config.evaluation.seeds, config.evaluation.rows),
             ("evaluation.tuning_seeds", config.evaluation.tuning_seeds, config.evaluation.rows),
         ):
-            check(name, seeds, OBJECT, torch.device("cpu"))
-            check(name, min(rows or -(-seeds // ranks), seeds), run)
+            _check_runs(name, seeds, rows, flat, run)
+
+
+def _check_meta_training(
+    config: Config, optimiser: Optimiser, estimator: MetaGradientEstimator, flat: Tensor, run: int
+) -> None:
+    """The same for what meta-training alone needs; `run` is the bytes of one run with the parameters `flat`."""
+
+    def check(key: str, count: int, each: int, place: torch.device = flat.device) -> None:
+        check_need(f"{key} = {count}", count * each, place)
+
+    check("meta.batch", config.meta.batch, OBJECT + run // processes.ranks())
+    length = config.unroll.length if isinstance(config.unroll.length, int) else max(config.unroll.length)
+    steps = min(config.unroll.truncation or length, length)
+    for part in (estimator.exact, estimator.evolution) if isinstance(estimator, Mixed) else (estimator,):
+        if isinstance(part, Backprop):
+            check("unroll: steps", min(part.window or steps, steps), flat.nbytes)
+        if isinstance(part, EvolutionStrategies):
+            phi = sum(value.nbytes for value in optimiser.phi().values())
+            check("unroll.estimator: pairs", part.pairs, phi + (2 * run if part.persistent else 0))
+    if (cma := config.meta.cma) is not None:
+        count = sum(value.numel() for value in optimiser.phi().values())
+        # In float64; telling a full covariance takes the products of every member with itself, and weighs them.
+        each = 8 * count * (1 if cma.separable else 2 * count)
+        check("meta.cma: population", cma.members(count), each, torch.device("cpu"))
+    _check_runs("validation.seeds", config.validation.seeds, config.validation.rows, flat, run)
+
+
+def _check_runs(key: str, seeds: int, rows: int | None, flat: Tensor, run: int) -> None:
+    """Refuses runs side by side without memory for them, and lists of seeds that no memory holds."""
+    check_need(f"{key} = {seeds}", seeds * OBJECT)
+    check_need(f"{key} = {seeds}", min(rows or -(-seeds // processes.ranks()), seeds) * run, flat.device)
 
 
 def _state_bytes(optimiser: Optimiser, params: dict[str, Tensor], flat: Tensor) -> int:

@@ -82,6 +82,17 @@ def test_a_mistake_is_told_before_any_work(monkeypatch, change, message):
     assert str(caught.value).isprintable()
 
 
+@pytest.mark.parametrize("key", ["meta.batch", "validation.seeds", "evaluation.seeds"])
+def test_a_comparison_needs_no_memory_for_meta_training(monkeypatch, key):
+    monkeypatch.setattr(memory, "available_memory", lambda device: 10**9)
+    config = configs.load(QUADRATIC, [f"{key}={LARGE}"])
+    if key != "evaluation.seeds":
+        build.build(config, meta_training=False)
+        return
+    with pytest.raises(UserError, match=rf"{key} = {LARGE}: expected at most .* of memory"):
+        build.build(config, meta_training=False)
+
+
 @pytest.mark.parametrize("value", ["inf", "nan", "-inf"])
 @pytest.mark.parametrize("key", ["lr", "weight_decay"])
 def test_an_option_that_is_not_finite_is_refused(key, value):
