@@ -22,6 +22,7 @@ from l2lopt.report.style import (
     MARKERS,
     STYLE,
     bands_of,
+    log_losses,
     log_steps,
     shown,
     write_figure,
@@ -113,7 +114,9 @@ def loss_curves(
 ) -> list[Path]:
     """Draws training and test loss against the step from 0 on, log axes, mean and 95 % band for each optimiser.
 
-    A curve that rises above the loss before the first step leaves the picture there, so that the others stay apart.
+    Where a curve rises above the loss before the first step, as in test mode while batch norm's running statistics lag
+    behind large steps, the picture shows the losses of the last tenth of the steps and what else is as low, from a
+    hundredth of the steps on: curves leave it, so that it can be seen what they come to.
 
     Args:
         bands: (optimiser, kind, split) → band, as `read` gives them.
@@ -198,12 +201,16 @@ def _panel(
 ) -> None:
     ordered = sorted(bands.items(), key=lambda item: item[0][1] != "learned")
     counts = {"learned": 0, "baseline": 0}
+    limits = _limits(bands.values())
     for index, ((name, kind), band) in enumerate(ordered):
         palette = LEARNED if kind == "learned" else BASELINES
         colour = palette[counts[kind] % len(palette)]
         counts[kind] += 1
         steps, mean, low, high, _ = _cut(band, pieces[name])
-        panel.fill_between(steps, np.maximum(low, mean / 10), high, color=colour, alpha=0.18, linewidth=0)
+        inside = (
+            None if limits is None else mean <= limits[1]
+        )  # the band of a curve that is not to be seen hides others
+        panel.fill_between(steps, np.maximum(low, mean / 10), high, where=inside, color=colour, alpha=0.18, linewidth=0)
         marks = range(index % 4, len(steps), max(1, len(steps) // 8))
         panel.plot(
             steps,
@@ -218,16 +225,24 @@ def _panel(
         )
     for step in breaks:
         panel.axvline(step, color="black", linewidth=0.5, alpha=0.35, linestyle=(0, (1, 3)))
-    panel.set(yscale="log", xlabel="step", ylim=_limits(bands.values()))
-    log_steps(panel, max(float(band.steps[-1]) for band in bands.values()))
+    last = max(float(band.steps[-1]) for band in bands.values())
+    panel.set(yscale="log", xlabel="step", ylim=limits)
+    log_losses(panel)
+    log_steps(panel, last)
+    if limits is not None:  # before, hardly a curve is in the picture
+        panel.set_xlim(last / 100, last)
     panel.grid(True, which="major", linewidth=0.4, alpha=0.5)
 
 
 def _limits(bands: Collection[Band]) -> tuple[float, float] | None:
-    """From below the lowest mean up to the loss at step 0, where means lie on both sides of it; None: as they need."""
+    """Around the means of the last tenth of the steps, where means rise above that at step 0; None: as curves need."""
     start = max((float(band.mean[0]) for band in bands if band.steps[0] == 0), default=math.nan)
+    last = max(float(band.steps[-1]) for band in bands)
     means = np.concatenate([band.mean[(band.steps > 0) & np.isfinite(band.mean) & (band.mean > 0)] for band in bands])
-    return (float(means.min()) / 2, start) if means.size and means.min() < start < means.max() else None
+    late = np.concatenate(
+        [band.mean[(band.steps >= last / 10) & (band.mean > 0) & (band.mean < start)] for band in bands]
+    )
+    return (float(means.min()) / 1.5, 1.5 * float(late.max())) if late.size and start < means.max() else None
 
 
 def _cut(band: Band, breaks: Sequence[int]) -> Band:

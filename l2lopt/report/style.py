@@ -48,6 +48,8 @@ IN_THE_DARK: Mapping[str, str] = {
 """Colour of a figure on white → the one in its place on a dark page."""
 MARKERS = "os^Dv<>P"
 """Markers of lines, one for each."""
+FEW_DECADES = 30
+"""Ratio of the ends of a logarithmic axis below which there are labels between the powers of ten."""
 STYLE: dict[Any, Any] = {
     "svg.hashsalt": "l2lopt",  # or the identifiers in an SVG would differ from run to run
     "font.size": 10,
@@ -118,6 +120,21 @@ def log_steps(panel: Axes, last: float) -> None:
     """
     panel.set_xscale("symlog", linthresh=1, linscale=0.3)
     even_steps(panel, last)
+
+
+def log_losses(panel: Axes) -> None:
+    """Labels a logarithmic y axis by plain numbers: powers of ten, and twos and fives where these are few.
+
+    Args:
+        panel: Axes.
+    """
+
+    def between(value: float, _: object) -> str:
+        low, high = panel.get_ylim()
+        return f"{value:g}" if high < FEW_DECADES * low and f"{value:e}"[0] in "25" else ""
+
+    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    panel.yaxis.set_minor_formatter(FuncFormatter(between))
 
 
 def _thousands(value: float, _: object) -> str:

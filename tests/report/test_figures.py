@@ -75,25 +75,45 @@ def test_the_lines_of_several_runs_are_cut_and_no_others(tmp_path, monkeypatch, 
     assert [name for name, steps in seen[0].items() if steps] == expected
 
 
-def test_a_curve_that_rises_above_the_first_loss_leaves_the_picture():
-    def top(*curves, steps=(0, 1, 10)):
-        bands = {
-            (str(k), "learned"): figures.Band(np.array(steps), *[np.array(one)] * 3) for k, one in enumerate(curves)
-        }
-        figure, panel = figures.plt.subplots()
-        names = [name for name, _ in bands]
-        figures._panel(panel, bands, (), dict.fromkeys(names, ()), dict(zip(names, names, strict=True)))
-        figures.plt.close(figure)
-        assert panel.get_xlim()[0] == 0
-        return panel.get_ylim()[1]
+def panel_of(*curves, steps=(0, 1, 10)):
+    bands = {(str(k), "learned"): figures.Band(np.array(steps), *[np.array(one)] * 3) for k, one in enumerate(curves)}
+    figure, panel = figures.plt.subplots()
+    names = [name for name, _ in bands]
+    figures._panel(panel, bands, (), dict.fromkeys(names, ()), dict(zip(names, names, strict=True)))
+    figure.canvas.draw()
+    figures.plt.close(figure)
+    return panel
 
+
+def test_a_curve_that_rises_above_the_first_loss_leaves_the_picture():
+    """What they come to is to be seen: the losses of the last tenth of the steps, with room."""
     low, high = [4.0, 2.0, 1.0], [4.0, 1e5, 2.0]
-    assert top(low, high) == 4.0
-    assert top(low, [4.0, 1e5, 0.0]) == 4.0  # a logarithm's axis has no zero
-    assert top(low) == pytest.approx(4.0, rel=0.1)
-    assert top([4.0, 9.0, 5.0]) > 9.0  # or nothing would be left
-    assert top(low, [4.0, np.nan, np.inf]) == pytest.approx(4.0, rel=0.1)
-    assert top(low, high, steps=(1, 10, 100)) > 1e5
+    panel = panel_of(low, high)
+    assert panel.get_ylim() == pytest.approx((1 / 1.5, 3.0))
+    assert panel.get_xlim() == pytest.approx((0.1, 10))
+    assert panel_of(low, [4.0, 1e5, 0.0]).get_ylim() == pytest.approx((1 / 1.5, 3.0))  # a logarithm's axis has no zero
+    assert panel_of(low, [4.0, 2.0, 9.0]).get_ylim() == pytest.approx((1 / 1.5, 3.0))  # nor one that ends above it
+
+
+def test_all_of_other_curves_is_in_the_picture():
+    low, high = [4.0, 2.0, 1.0], [4.0, 1e5, 2.0]
+    for panel in (panel_of(low), panel_of(low, [4.0, np.nan, np.inf])):
+        assert panel.get_ylim()[1] == pytest.approx(4.0, rel=0.1)
+        assert panel.get_xlim()[0] == 0
+    assert panel_of([4.0, 9.0, 5.0]).get_ylim()[1] > 9.0  # or nothing would be left
+    assert panel_of(low, high, steps=(1, 10, 100)).get_ylim()[1] > 1e5
+
+
+@pytest.mark.parametrize(
+    ("curves", "labels"),
+    [(([4.0, 2.0, 1.0], [4.0, 1e5, 2.0]), ["1", "2"]), (([4.0, 2.0, 1e-3],), ["0.001", "0.01", "0.1", "1"])],
+)
+def test_losses_are_labelled_by_plain_numbers(curves, labels):
+    panel = panel_of(*curves)
+    low, high = panel.get_ylim()
+    ticks = [tick for which in ("major", "minor") for tick in getattr(panel.yaxis, f"get_{which}_ticks")()]
+    shown = {tick.label1.get_text() for tick in ticks if low <= tick.get_loc() <= high} - {""}
+    assert sorted(shown, key=float) == labels
 
 
 @pytest.mark.parametrize(
