@@ -1,6 +1,6 @@
 """The C library's allocator: it may keep the memory that is freed, which large models on a CPU gain from.
 
-Without PyTorch, so that the command line can do it before anything is imported.
+Without PyTorch, so that the command line can do it before PyTorch is loaded.
 """
 
 import ctypes
@@ -17,7 +17,8 @@ class _Mallinfo(ctypes.Structure):
     """glibc's `struct mallinfo2`."""
 
     _fields_: ClassVar = [
-        *((f"other{number}", ctypes.c_size_t) for number in range(8)),
+        *((f"other{number}", ctypes.c_size_t) for number in range(7)),
+        ("uordblks", ctypes.c_size_t),
         ("fordblks", ctypes.c_size_t),
         ("keepcost", ctypes.c_size_t),
     ]
@@ -28,9 +29,11 @@ def keep_freed_memory() -> bool:
 
     By itself glibc gives blocks above 32 MB back to the system at once, so that every operation on the flat vector of a
     large model gets new pages, and each page costs a fault: a third of an inner step with Adam at 21 million parameters
-    (`tests/benchmarks/bench_allocator.py`). Results are the same. The process then holds the most memory that it ever
-    needed until it ends. This is for processes of our own alone: the command line calls it, and the worker processes
-    of `parallel.jobs`.
+    (`tests/benchmarks/bench_allocator.py`). Results are the same. The process may then hold more than it ever needed
+    at once, as free places between tensors stay too, until it ends or calls `return_freed_memory`. Large tensors of
+    other threads than the main one are given back all the same.
+
+    This is for processes of our own alone: the command line calls it, and the worker processes of `parallel.jobs`.
 
     Returns:
         Whether memory is kept from now on: true with glibc alone.
@@ -44,8 +47,18 @@ def keep_freed_memory() -> bool:
     return _kept
 
 
+def return_freed_memory() -> None:
+    """Gives the system what this process has kept so far, before others need it."""
+    if _kept:
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def kept_bytes() -> int:
-    """Bytes that were freed and that this process keeps for its next tensors; 0 where nobody tells."""
+    """About the bytes that were freed and that this process keeps for its next tensors; 0 where nobody tells.
+
+    All together: a single tensor may find no place in them. Pages that hold nothing are the system's, and not counted.
+    Python's own memory, some tens of MB, may be in it.
+    """
     try:
         mallinfo = ctypes.CDLL(None).mallinfo2 if _kept else None
     except AttributeError:  # a glibc before 2.33
@@ -53,4 +66,14 @@ def kept_bytes() -> int:
     if mallinfo is None:
         return 0
     mallinfo.restype = _Mallinfo
-    return int(mallinfo().fordblks)
+    found = mallinfo()
+    return max(0, min(int(found.fordblks), _in_memory() - int(found.uordblks)))
+
+
+def _in_memory() -> int:
+    """Bytes of this process's own pages that are in memory; 0 where nobody tells."""
+    try:
+        with open("/proc/self/status", encoding="ascii", errors="replace") as lines:
+            return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), 0)
+    except OSError:
+        return 0

@@ -24,8 +24,11 @@ _OF_A_SIZE |= {Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_f
 
 
 def available_memory(device: torch.device) -> int:
-    """Free memory in bytes, on the device, or this process's share of the machine's (torchrun's LOCAL_WORLD_SIZE)."""
-    if device.type == "cuda":  # what PyTorch keeps for itself is free, too
+    """Free memory in bytes, on the device, or this process's share of the machine's (torchrun's LOCAL_WORLD_SIZE).
+
+    What PyTorch on a device, or this process on the CPU, keeps for its next tensors is free, too.
+    """
+    if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + kept
     try:

@@ -81,7 +81,7 @@ class Baseline(Settings):
         """
         from torch import Tensor
 
-        from l2lopt import optimisers
+        from l2lopt import kernels, optimisers
         from l2lopt.evaluation.torch_classes import is_torch_class, torch_class
 
         ends = {"warm_up": horizon // 20, "total": horizon} if self.schedule == "cosine" else {}
@@ -92,7 +92,8 @@ class Baseline(Settings):
             return found.at(rates, **ends)
         if ends and not _takes(self.optimiser, ends):
             return optimisers.Scheduled(optimisers.build(self.optimiser, _table(), lr=rates), "cosine", **ends)
-        return optimisers.build(self.optimiser, _table(), lr=rates, **ends)
+        made = optimisers.build(self.optimiser, _table(), lr=rates, **ends)
+        return kernels.fuse(made) if isinstance(made, optimisers.NormalisedMuon) else made
 
     def check(self, optimisee: "Optimisee") -> None:
         """Builds the optimiser for a problem, to find mistakes before any work.

@@ -58,7 +58,7 @@ def _make(config: Config, folder: Path, cache: str, part: Part, report: Report) 
     if part == "rule":
         runs.meta_train(config, folder, overwrite=True, report=report)
         return
-    optimisee, settings = build.build(config).optimisee, config.evaluation
+    optimisee, settings = build.build(config, meta_training=False).optimisee, config.evaluation
     caches = contestant_caches(cache, config.optimisee, optimisee, settings.baselines)
     with cpu_threads(config.threads):
         for baseline in settings.baselines:

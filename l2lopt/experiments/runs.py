@@ -170,7 +170,7 @@ def evaluate(
                 expected, found = f"the {key} of {folders[0]}", "another"
                 raise UserError(str(folder), expected=expected, found=found, remedy="evaluate it by itself")
     with processes.together(), ExitStack() as held:
-        first = build.build(_alone(settings[0]), from_python.listed(optimisee)[:1])
+        first = build.build(_alone(settings[0]), from_python.listed(optimisee)[:1], meta_training=False)
         learned, rules = {}, {}
         for folder, own in zip(folders, settings, strict=True):
             names = (own.name, f"{own.name} ({folder.name})", f"{own.name} ({folder})")

@@ -50,7 +50,7 @@ def check_sizes(
 def _check_meta_training(
     config: Config, optimiser: Optimiser, estimator: MetaGradientEstimator, flat: Tensor, run: int
 ) -> None:
-    """The same for what meta-training alone needs; `run` is the bytes of one run with the parameters `flat`."""
+    """Refuses a batch, an unroll, pairs or a population without memory; `run` is the bytes of one run of `flat`."""
 
     def check(key: str, count: int, each: int, place: torch.device = flat.device) -> None:
         check_need(f"{key} = {count}", count * each, place)

@@ -211,7 +211,8 @@ class Orthogonalised(Input):
         betas: (β₁, β₂), each in [0, 1); β₂ serves where there is no matrix.
         eps: ε > 0 of Adam's direction.
         coefficients: Any of `COEFFICIENTS`.
-        precision: Dtype of the products: "float32", "bfloat16", or "auto" for `fast_precision`.
+        precision: Dtype of the products: "float32", "bfloat16", or "auto" for `fast_precision`, with which the step in
+            place on a CPU also takes quicker products for wide matrices in float32.
     """
 
     size = 1

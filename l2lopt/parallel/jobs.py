@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from l2lopt.core.allocator import keep_freed_memory
+from l2lopt.core.allocator import keep_freed_memory, return_freed_memory
 from l2lopt.core.digest import opened
 from l2lopt.core.errors import UserError
 from l2lopt.core.types import Report
@@ -61,6 +61,7 @@ def run_jobs(run: Callable[[J, Report], object], jobs: Sequence[J], processes: i
         return
     done_now = 0
     report("study", done_now, len(jobs), {})
+    return_freed_memory()  # the other processes need it
     # "spawn": a forked process would inherit PyTorch's thread pools and CUDA context, which do not survive a fork.
     context = get_context("spawn")
     events = context.SimpleQueue()
@@ -152,6 +153,7 @@ def _run_job(run: Callable[[J, Report], object], job: J) -> bool:
         _events.put((os.getpid(), stage, done, total, dict(figures)))
 
     run(job, send)
+    return_freed_memory()
     return bool(last)
 
 

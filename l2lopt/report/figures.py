@@ -114,9 +114,9 @@ def loss_curves(
 ) -> list[Path]:
     """Draws training and test loss against the step from 0 on, log axes, mean and 95 % band for each optimiser.
 
-    Where a curve rises above the loss before the first step, as in test mode while batch norm's running statistics lag
-    behind large steps, the picture shows the losses of the last tenth of the steps and what else is as low, from a
-    hundredth of the steps on: curves leave it, so that it can be seen what they come to.
+    Where a curve rises to twice the loss before the first step, as in test mode while batch norm's running statistics
+    lag behind large steps, the panels begin at a hundredth of the steps and are as high as the losses from a tenth of
+    the steps on that are below the first: curves leave them, so that it can be seen what they come to.
 
     Args:
         bands: (optimiser, kind, split) → band, as `read` gives them.
@@ -131,12 +131,13 @@ def loss_curves(
         figure, axes = plt.subplots(
             1, len(splits), figsize=(5.2 * len(splits), 4.2), squeeze=False, layout="constrained"
         )
+        spiky = _rises(bands.values())
         for panel, split in zip(axes[0], splits, strict=True):
             pieces = {
                 name: breaks if (kind == "baseline" if cut is None else name in cut) else () for name, kind, _ in bands
             }
             own = {key[:2]: band for key, band in bands.items() if key[2] == split}
-            _panel(panel, own, breaks, pieces, proper_names(pieces, proper))
+            _panel(panel, own, breaks, pieces, proper_names(pieces, proper), spiky)
             panel.set_title({"train": "training set", "test": "test set"}[split])
         axes[0][0].set_ylabel("mean loss, nats per sample")
         handles, labels = axes[0][0].get_legend_handles_labels()
@@ -198,19 +199,20 @@ def _panel(
     breaks: Sequence[int],
     pieces: Mapping[str, Sequence[int]],
     labels: Mapping[str, str],
+    spiky: bool,
 ) -> None:
     ordered = sorted(bands.items(), key=lambda item: item[0][1] != "learned")
     counts = {"learned": 0, "baseline": 0}
-    limits = _limits(bands.values())
+    limits = _limits(bands.values()) if spiky else None
     for index, ((name, kind), band) in enumerate(ordered):
         palette = LEARNED if kind == "learned" else BASELINES
         colour = palette[counts[kind] % len(palette)]
         counts[kind] += 1
         steps, mean, low, high, _ = _cut(band, pieces[name])
-        inside = (
-            None if limits is None else mean <= limits[1]
-        )  # the band of a curve that is not to be seen hides others
-        panel.fill_between(steps, np.maximum(low, mean / 10), high, where=inside, color=colour, alpha=0.18, linewidth=0)
+        # The band of a curve that is outside would hide others.
+        inside = None if limits is None else mean <= limits[1]
+        lower = np.maximum(low, mean / 10)
+        panel.fill_between(steps, lower, high, where=inside, color=colour, alpha=0.18, linewidth=0)
         marks = range(index % 4, len(steps), max(1, len(steps) // 8))
         panel.plot(
             steps,
@@ -229,20 +231,34 @@ def _panel(
     panel.set(yscale="log", xlabel="step", ylim=limits)
     log_losses(panel)
     log_steps(panel, last)
-    if limits is not None:  # before, hardly a curve is in the picture
+    if spiky:  # earlier, most curves are outside
         panel.set_xlim(last / 100, last)
     panel.grid(True, which="major", linewidth=0.4, alpha=0.5)
 
 
-def _limits(bands: Collection[Band]) -> tuple[float, float] | None:
-    """Around the means of the last tenth of the steps, where means rise above that at step 0; None: as curves need."""
-    start = max((float(band.mean[0]) for band in bands if band.steps[0] == 0), default=math.nan)
-    last = max(float(band.steps[-1]) for band in bands)
-    means = np.concatenate([band.mean[(band.steps > 0) & np.isfinite(band.mean) & (band.mean > 0)] for band in bands])
-    late = np.concatenate(
-        [band.mean[(band.steps >= last / 10) & (band.mean > 0) & (band.mean < start)] for band in bands]
+def _first(bands: Collection[Band]) -> float:
+    """The largest mean at step 0; infinite where there is none."""
+    first = [float(band.mean[0]) for band in bands if band.steps[0] == 0 and np.isfinite(band.mean[0])]
+    return max(first, default=math.inf)
+
+
+def _means(bands: Collection[Band], begin: float) -> np.ndarray:
+    """All means from a step on that a logarithmic axis can have."""
+    return np.concatenate(
+        [band.mean[(band.steps >= begin) & np.isfinite(band.mean) & (band.mean > 0)] for band in bands]
     )
-    return (float(means.min()) / 1.5, 1.5 * float(late.max())) if late.size and start < means.max() else None
+
+
+def _rises(bands: Collection[Band]) -> bool:
+    """Whether a mean rises to twice that at step 0, and another is to be seen late in the runs."""
+    return bool((_means(bands, 0) >= 2 * _first(bands)).any()) and _limits(bands) is not None
+
+
+def _limits(bands: Collection[Band]) -> tuple[float, float] | None:
+    """Around all means after step 0 that are as low as those from a tenth of the steps on that are below the first."""
+    late = _means(bands, max(1.0, max(float(band.steps[-1]) for band in bands) / 10))
+    late = late[late < _first(bands)]
+    return (float(_means(bands, 1).min()) / 1.5, 1.5 * float(late.max())) if late.size else None
 
 
 def _cut(band: Band, breaks: Sequence[int]) -> Band:

@@ -1,5 +1,6 @@
 """How every figure looks: colours, dashes and markers that survive a photocopier, and the way to a file."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -123,7 +124,9 @@ def log_steps(panel: Axes, last: float) -> None:
 
 
 def log_losses(panel: Axes) -> None:
-    """Labels a logarithmic y axis by plain numbers: powers of ten, and twos and fives where these are few.
+    """Labels a logarithmic y axis by numbers in place of powers: 1, 10, 100, twos and fives where these are few.
+
+    Where all of them together are fewer than two, every tick has a label.
 
     Args:
         panel: Axes.
@@ -131,7 +134,10 @@ def log_losses(panel: Axes) -> None:
 
     def between(value: float, _: object) -> str:
         low, high = panel.get_ylim()
-        return f"{value:g}" if high < FEW_DECADES * low and f"{value:e}"[0] in "25" else ""
+        decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        shown = [digit * 10.0**power for power in decades for digit in (1, 2, 5) if low <= digit * 10.0**power <= high]
+        told = len(shown) < 2 or (high < FEW_DECADES * low and any(math.isclose(value, one) for one in shown))
+        return f"{value:g}" if told else ""
 
     panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     panel.yaxis.set_minor_formatter(FuncFormatter(between))

@@ -24,6 +24,23 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before, kept_bytes())
 """
 
 
+RETURNS = """
+import torch
+from l2lopt.core import allocator, memory
+allocator.keep_freed_memory()
+large = torch.ones(2**27)
+del large
+told = allocator.kept_bytes()
+memory._allowed, memory.kept_bytes = (lambda: 0.0), (lambda: 123)
+assert memory.available_memory(torch.device("cpu")) == 123
+allocator.return_freed_memory()
+returned = allocator.kept_bytes()
+large = torch.empty(2**29)
+del large
+print(told, returned, allocator.kept_bytes())
+"""
+
+
 def numbers(*command: str) -> list[int]:
     done = subprocess.run([sys.executable, "-c", *command], capture_output=True, text=True, check=True, timeout=300)
     return [int(word) for word in done.stdout.split()]
@@ -47,7 +64,16 @@ def test_another_c_library_is_left_as_it_is(monkeypatch):
     monkeypatch.setattr(allocator, "_kept", False)
     monkeypatch.setattr(allocator.ctypes, "CDLL", lambda name: object())
     assert not allocator.keep_freed_memory()
-    assert allocator.kept_bytes() == 0
+    allocator.return_freed_memory()
+    monkeypatch.setattr(allocator, "_kept", True)
+    assert allocator.kept_bytes() == 0  # a glibc that does not tell
+
+
+@pytest.mark.skipif(not GLIBC, reason="the C library is not glibc 2.33 or newer")
+def test_what_is_kept_counts_as_free_and_pages_that_hold_nothing_do_not():
+    told, returned, untouched = numbers(RETURNS)
+    assert told >= 2**29
+    assert max(returned, untouched) < 2**28  # Python's own memory is in it, which is far less
 
 
 def test_the_command_line_keeps_what_is_freed(monkeypatch):

@@ -10,9 +10,10 @@ import tomli_w
 import torch
 from killing import interrupted
 
+from l2lopt.core import memory
 from l2lopt.core.errors import UserError
 from l2lopt.evaluation import comparison, free_runs
-from l2lopt.experiments import comparison_jobs, comparison_study, runs
+from l2lopt.experiments import comparison_jobs, comparison_study, cost_forecast, runs
 from l2lopt.report.figures import read
 from optimisees import digits
 
@@ -403,6 +404,22 @@ def test_the_papers_figure_by_name(name, rows, tmp_path, monkeypatch, capsys):
     names = [line.split("|")[1].strip() for line in lines[2:] if line.startswith("|")]
     assert names == rows
     assert list((tmp_path / "runs" / name).rglob("loss-curves.png"))
+
+
+def test_optimisers_that_are_as_they_are_need_no_memory_for_meta_training(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "available_memory", lambda device: 10**9)
+    fixed = {"label": "harness", "config": "../recipe.toml", "optimiser": "normalised-muon"}
+    config = {**CONFIG, "validation": {"seeds": 10**9, "horizons": [2]}}
+    for optimisers, message in (([fixed], None), ([fixed, STUDY["optimisers"][0]], "validation.seeds = 1000000000: ")):
+        source = written(tmp_path, {**STUDY, "meta_seeds": [0], "optimisers": optimisers}, config)
+        location = comparison_jobs.StudyLocation(comparison_study.load(source), str(source), str(tmp_path / "run"), ())
+        if message is None:
+            jobs = list(comparison_jobs.all_jobs(location))
+            planned = [comparison_study._planned_run(location, job) for job in jobs]
+            assert cost_forecast.forecast(planned)["free runs"] > 0
+        else:
+            with pytest.raises(UserError, match=message):
+                list(comparison_jobs.all_jobs(location))
 
 
 def test_two_baselines_of_one_name_are_refused(tmp_path):

@@ -22,6 +22,7 @@ SHAPES = {
     "norm": (3,),
 }
 LAYOUT = Layout.of({name: torch.zeros(shape) for name, shape in SHAPES.items()})
+WIDE = Layout.of({"filters": torch.zeros(32, 8, 3, 3), "bias": torch.zeros(32), "tall": torch.zeros(70, 33)})
 
 
 def run(update, optimiser, layout=LAYOUT, steps=5, dtype=torch.float64, gradient=None, batch=(), losses=True):
@@ -67,14 +68,24 @@ def test_in_float32_it_is_near():
     laws.assert_close(run(fused.update_, fused, dtype=single), run(plain.update, plain, dtype=single), 2e-4)
 
 
-def test_what_the_memory_held_before_does_not_matter():
+@pytest.mark.parametrize("layout", [LAYOUT, WIDE])
+def test_what_the_memory_held_before_does_not_matter(layout):
     fused = both()[1]
-    wanted = run(fused.update_, fused)
+    wanted = run(fused.update_, fused, layout)
     (tensors,) = fused._plans.values()
-    batches = [(batch.x, batch.y, batch.gram, batch.square) for batch in tensors.plan.batches]
+    batches = [
+        (batch.x, batch.y, batch.gram, batch.square, batch.factor, batch.spare) for batch in tensors.plan.batches
+    ]
     for memory in (tensors.adam, tensors.plan.update, *sum(batches, ())):
         memory.fill_(torch.nan)
-    laws.assert_same(run(fused.update_, fused), wanted)
+    laws.assert_same(run(fused.update_, fused, layout), wanted)
+
+
+def test_the_state_of_a_single_row_is_overwritten():
+    fused, g = both()[1], normal(1, LAYOUT.size)
+    state = fused.init(LAYOUT, (1,), like=g)
+    _, after = fused.update_(g, state, normal(1, LAYOUT.size, seed=1), loss=torch.ones(1))
+    assert after.coordinates["m"].data_ptr() == state.coordinates["m"].data_ptr()
 
 
 def bad(g, step):
@@ -103,6 +114,7 @@ def test_gradients_that_are_not_finite_or_zero(gradient):
         (LAYOUT, (2,), True),
         (LAYOUT, (1,), True),
         (LAYOUT, (1,), False),
+        (WIDE, (), True),
         (LAYOUT, (), False),
         (Layout(("bias",), ((4,),)), (), True),
         (Layout(("w", "none"), ((4, 6), (0, 3))), (), True),

@@ -67,20 +67,29 @@ def test_wide_matrices_are_orthogonalised_by_their_squares(coefficients, dtype, 
 
 
 @pytest.mark.parametrize("coefficients", sorted(directions.COEFFICIENTS))
-@pytest.mark.parametrize("decades", [2, 6, None])
+@pytest.mark.parametrize("decades", [2, 6, None, "mean"])
 def test_products_of_squares_bear_small_singular_values(coefficients, decades):
-    rows, columns = 64, 300
+    rows, columns = 192, 1024
     left = torch.linalg.qr(normal(rows, rows, seed=3)).Q
     right = torch.linalg.qr(normal(columns, rows, seed=4)).Q
-    # Without decades: four equal singular values and zeros.
-    values = torch.logspace(0, -decades, rows) if decades else (torch.arange(rows) < 4).double()
-    matrix = left @ values.double().diag() @ right.mT
+    if decades == "mean":  # all others are far below the largest
+        matrix = 1 + 1e-4 * normal(rows, columns, seed=3)
+    else:  # without decades: four equal singular values and zeros
+        values = torch.logspace(0, -decades, rows) if decades else (torch.arange(rows) < 4)
+        matrix = left @ values.double().diag() @ right.mT
     wanted = directions.newton_schulz(matrix, directions.COEFFICIENTS[coefficients])
     batch = _Batch([_Member(0, (1, rows, columns), 0)], torch.empty(0))
     batch.x.copy_(matrix)
     batch.orthogonalise(directions.COEFFICIENTS[coefficients])
     assert batch.of_squares
-    assert (batch.x[0] - wanted).norm() <= 1e-3 * wanted.norm()  # bfloat16, in which Muon is at home, errs by 1e-2
+    assert (batch.x[0] - wanted).norm() <= 5e-3 * wanted.norm()  # bfloat16, in which Muon is at home, errs by 1e-2
+
+
+def test_in_a_precision_that_is_asked_for_the_products_are_the_references():
+    plain = optimisers.make("normalised-muon", direction={"name": "orthogonalised", "precision": "float32"})
+    fused = kernels.fuse(plain)
+    laws.assert_close(*(run(one, plain, WIDE, dtype=torch.float32) for one in (fused.update_, plain.update)), 2e-5)
+    assert not any(batch.of_squares for plan in fused._plans.values() for batch in plan.batches)
 
 
 def test_in_bfloat16_products_it_is_near():
@@ -116,11 +125,13 @@ def idle(g, step):
     return LAYOUT.ravel(values)
 
 
-@pytest.mark.parametrize("gradient", [bad, idle, lambda g, step: g * (1e-8 if step else 0.0)])
-def test_gradients_that_are_not_finite_or_zero(gradient):
+@pytest.mark.parametrize(
+    ("gradient", "batch"), [(bad, ()), (bad, (1,)), (idle, ()), (lambda g, step: g * (1e-8 if step else 0.0), (1,))]
+)
+def test_gradients_that_are_not_finite_or_zero(gradient, batch):
     plain = optimisers.make("normalised-muon")
     fused = kernels.fuse(plain)
-    found, wanted = (run(update, plain, gradient=gradient) for update in (fused.update_, plain.update))
+    found, wanted = (run(update, plain, gradient=gradient, batch=batch) for update in (fused.update_, plain.update))
     laws.assert_close(found, wanted, 1e-12)
 
 
@@ -141,6 +152,11 @@ def test_any_layout(layout, batch):
     laws.assert_close(
         run(fused.update_, fused, layout, batch=batch), run(plain.update, plain, layout, batch=batch), 1e-12
     )
+
+
+def test_a_rate_for_each_row_is_that_of_the_reference():
+    plain = optimisers.make("normalised-muon", lr=torch.tensor([0.02], dtype=torch.float64))
+    laws.assert_close(run(kernels.fuse(plain).update_, plain, batch=(1,)), run(plain.update, plain, batch=(1,)), 1e-12)
 
 
 def test_what_is_not_in_place_has_the_same_bits_and_changes_nothing():
@@ -166,11 +182,12 @@ def test_layouts_may_take_turns():
         laws.assert_close(run(fused.update_, fused, layout), run(plain.update, plain, layout), 1e-12)
 
 
-def test_the_state_is_overwritten_and_the_gradient_is_not():
+@pytest.mark.parametrize("batch", [(), (1,)])
+def test_the_state_is_overwritten_and_the_gradient_is_not(batch):
     fused = kernels.fuse(optimisers.make("normalised-muon"))
-    g, theta = normal(LAYOUT.size), normal(LAYOUT.size, seed=1)
-    state, kept = fused.init(LAYOUT, like=g), (g.clone(), theta.clone())
+    g, theta = normal(*batch, LAYOUT.size), normal(*batch, LAYOUT.size, seed=1)
+    state, kept = fused.init(LAYOUT, batch, like=g), (g.clone(), theta.clone())
     _, after = fused.update_(g, state, theta)
-    assert after.coordinates["m"] is state.coordinates["m"]
+    assert after.coordinates["m"].data_ptr() == state.coordinates["m"].data_ptr()
     assert torch.equal(g, kept[0])
     assert torch.equal(theta, kept[1])

@@ -69,7 +69,7 @@ def test_the_lines_of_several_runs_are_cut_and_no_others(tmp_path, monkeypatch, 
         f"{n},{k},0,{t},train,{1 / (t + 1)}\n" for n, k in (("mine", "learned"), ("sgd", "baseline")) for t in (0, 1, 9)
     ]
     seen = []
-    monkeypatch.setattr(figures, "_panel", lambda panel, bands, breaks, pieces, labels: seen.append(pieces))
+    monkeypatch.setattr(figures, "_panel", lambda panel, bands, breaks, pieces, labels, spiky: seen.append(pieces))
     monkeypatch.setattr(figures, "write_figure", lambda figure, folder, name: figures.plt.close(figure))
     figures.loss_curves(figures.read(written(tmp_path, HEADER + "".join(rows))), tmp_path, breaks=[1], cut=cut)
     assert [name for name, steps in seen[0].items() if steps] == expected
@@ -78,42 +78,64 @@ def test_the_lines_of_several_runs_are_cut_and_no_others(tmp_path, monkeypatch, 
 def panel_of(*curves, steps=(0, 1, 10)):
     bands = {(str(k), "learned"): figures.Band(np.array(steps), *[np.array(one)] * 3) for k, one in enumerate(curves)}
     figure, panel = figures.plt.subplots()
-    names = [name for name, _ in bands]
-    figures._panel(panel, bands, (), dict.fromkeys(names, ()), dict(zip(names, names, strict=True)))
+    names, spiky = [name for name, _ in bands], figures._rises(bands.values())
+    figures._panel(panel, bands, (), dict.fromkeys(names, ()), dict(zip(names, names, strict=True)), spiky)
     figure.canvas.draw()
     figures.plt.close(figure)
     return panel
 
 
-def test_a_curve_that_rises_above_the_first_loss_leaves_the_picture():
-    """What they come to is to be seen: the losses of the last tenth of the steps, with room."""
+def test_where_a_curve_rises_far_above_the_first_loss_it_is_seen_what_all_come_to():
     low, high = [4.0, 2.0, 1.0], [4.0, 1e5, 2.0]
     panel = panel_of(low, high)
     assert panel.get_ylim() == pytest.approx((1 / 1.5, 3.0))
     assert panel.get_xlim() == pytest.approx((0.1, 10))
     assert panel_of(low, [4.0, 1e5, 0.0]).get_ylim() == pytest.approx((1 / 1.5, 3.0))  # a logarithm's axis has no zero
     assert panel_of(low, [4.0, 2.0, 9.0]).get_ylim() == pytest.approx((1 / 1.5, 3.0))  # nor one that ends above it
+    assert panel_of([np.nan, 2.0, 1.0], high).get_ylim() == pytest.approx((1 / 1.5, 3.0))
+    early = panel_of([4.0, 3.5, 3.0, 1.0], [4.0, 1e5, 3.9, 2.0], steps=(0, 1, 99, 1000))
+    assert early.get_ylim() == pytest.approx((1 / 1.5, 3.0))
 
 
 def test_all_of_other_curves_is_in_the_picture():
     low, high = [4.0, 2.0, 1.0], [4.0, 1e5, 2.0]
-    for panel in (panel_of(low), panel_of(low, [4.0, np.nan, np.inf])):
+    for panel in (panel_of(low), panel_of(low, [4.0, np.nan, np.inf]), panel_of(low, [4.0, 4.1, 2.0])):
         assert panel.get_ylim()[1] == pytest.approx(4.0, rel=0.1)
         assert panel.get_xlim()[0] == 0
     assert panel_of([4.0, 9.0, 5.0]).get_ylim()[1] > 9.0  # or nothing would be left
     assert panel_of(low, high, steps=(1, 10, 100)).get_ylim()[1] > 1e5
+    assert panel_of([4.0], [5.0], steps=(0,)).get_ylim()[0] < 4.0
+
+
+def test_both_panels_of_one_picture_begin_at_one_step(tmp_path, monkeypatch):
+    rows = [f"a,learned,0,{t},{s},{loss}\n" for s in ("train", "test") for t, loss in ((0, 2), (1, 1.5), (9, 1))]
+    rows += [f"b,learned,0,{t},test,{loss}\n" for t, loss in ((0, 2), (1, 50), (9, 1))]
+    seen = []
+    monkeypatch.setattr(figures, "write_figure", lambda figure, folder, name: seen.extend(figure.axes))
+    figures.loss_curves(figures.read(written(tmp_path, HEADER + "".join(rows))), tmp_path)
+    assert [panel.get_xlim() for panel in seen] == [(0.09, 9.0)] * 2
+    figures.plt.close("all")
 
 
 @pytest.mark.parametrize(
-    ("curves", "labels"),
-    [(([4.0, 2.0, 1.0], [4.0, 1e5, 2.0]), ["1", "2"]), (([4.0, 2.0, 1e-3],), ["0.001", "0.01", "0.1", "1"])],
+    ("limits", "labels"),
+    [
+        ((0.6, 3.0), ["1", "2"]),
+        ((1e-3, 4.0), ["0.001", "0.01", "0.1", "1"]),
+        ((0.55, 0.95), ["0.6", "0.7", "0.8", "0.9"]),
+        ((3.1, 4.9), ["4"]),
+    ],
 )
-def test_losses_are_labelled_by_plain_numbers(curves, labels):
-    panel = panel_of(*curves)
-    low, high = panel.get_ylim()
+def test_losses_are_labelled_by_numbers(limits, labels):
+    figure, panel = figures.plt.subplots()
+    panel.set(yscale="log", ylim=limits)
+    figures.log_losses(panel)
+    figure.canvas.draw()
+    figures.plt.close(figure)
     ticks = [tick for which in ("major", "minor") for tick in getattr(panel.yaxis, f"get_{which}_ticks")()]
-    shown = {tick.label1.get_text() for tick in ticks if low <= tick.get_loc() <= high} - {""}
-    assert sorted(shown, key=float) == labels
+    shown = {t.label1.get_text() for t in ticks if limits[0] <= t.get_loc() <= limits[1]} - {""}
+    assert set(labels) <= shown
+    assert sorted(shown, key=float) == labels or labels == ["4"]
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ class _Tensors:
 
 
 class FusedHierarchical(Optimiser):
-    """The hierarchical rule whose `update_` works in place: the same states and numbers, to rounding.
+    """The hierarchical rule whose `update_` works in place: the same states and numbers, to its products' rounding.
 
     For one run on the CPU, [n] or [1, n], with the controls step, decay and mix, and with finite gradients; for all
     else it is the reference. The network is the reference's. The passes over all coordinates are what the rule costs
@@ -154,11 +154,13 @@ class FusedHierarchical(Optimiser):
         self, grads: Tensor, state: OptimiserState, params: Tensor, *, loss: Tensor | None = None
     ) -> tuple[Tensor, OptimiserState]:
         """`update` without a tape and in place: it overwrites the state it is given and its own last result."""
-        if is_one_row(grads):
-            return of_one_row(self, grads, state, params, loss)
         rule, layout = self.reference, state.layout
         harness, own, shared = rule.harness, state.coordinates, state.shared
-        if not {*rule.controls} <= STEERED or isinstance(harness.lr, Tensor) or not suits(grads, state, params):
+        if not {*rule.controls} <= STEERED or isinstance(harness.lr, Tensor):
+            return rule.update_(grads, state, params, loss=loss)
+        if is_one_row(grads):
+            return of_one_row(self, grads, state, params, loss)
+        if not suits(grads, state, params):
             return rule.update_(grads, state, params, loss=loss)
         tensors = self._tensors(layout, grads, rule.direction.precision)
         largest = tensors.largest(grads)
