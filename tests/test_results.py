@@ -117,6 +117,26 @@ def test_the_readme_has_the_losses_of_figure_3():
     assert said == {name: table[names.get(name, name.lower())] for name in said}
 
 
+def test_what_is_said_of_the_full_network_is_in_its_losses():
+    losses = {}
+    for row in csv.DictReader(read("fig3-batch32/evaluation.csv").splitlines()):
+        losses[row["optimiser"], row["split"], int(row["step"])] = float(row["loss"])
+    text, rule = read("fig3-batch32/README.md"), "IHC-LSTM per tensor"
+    for said, name in (("SGD", "sgd"), ("Adam", "adam")):
+        found = [losses[rule, split, 1000] - losses[name, split, 1000] for split in ("train", "test")]
+        assert f"| {rule} against {said} | " + " | ".join(f"{value:.2f}".replace("-", "−") for value in found) in text
+    told = re.search(r"At step 251 its training loss is ([\d.]+), SGD's ([\d.]+) and Adam's ([\d.]+)\.\n", text)
+    assert told.groups() == tuple(f"{losses[name, 'train', 251]:.2f}" for name in (rule, "sgd", "adam"))
+    test = {name: losses[name, "test", 1000] for name in (rule, "sgd", "adam")}
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    said = re.search(r"full size: learned `ihc-lstm` ([\d.]+),\s+SGD ([\d.]+), Adam ([\d.]+)", readme)
+    assert said.groups() == tuple(f"{value:.3g}" for value in test.values())
+    claim = next(
+        line for line in (ROOT / "docs/claims.md").read_text(encoding="utf-8").splitlines() if "fig3-batch32" in line
+    )
+    assert "test loss " + "{:.3g}, {:.3g} and {:.3g}".format(*test.values()) in claim
+
+
 @pytest.mark.parametrize("cell", ["LSTM", "IHC-LSTM"])
 def test_the_rates_that_the_papers_rule_learned_are_those_of_its_weights(cell):
     """s i of the update −(1 − f)∘θ − s i∘g, the mean of 400 coordinates after 100 gradients of one size."""

@@ -11,6 +11,7 @@ from l2lopt.evaluation import benchmark as protocol
 from l2lopt.evaluation.benchmark_result import TaskInfo
 from l2lopt.evaluation.suites import Competitor, Suite
 from l2lopt.evaluation.tuned_runs import Problems
+from l2lopt.kernels.cpu.normalised_muon import FusedNormalisedMuon
 from l2lopt.optimisee import evaluate_split
 from l2lopt.optimisers import NormalisedMuon
 from l2lopt.weights import files
@@ -143,5 +144,6 @@ def test_rows_are_counted():
 
 def test_the_harness_is_the_default_of_its_name():
     """The report calls this one the harness."""
-    made = Competitor(optimiser="normalised-muon", rates=[0.03]).build(0.03, 5)
-    assert isinstance(made, NormalisedMuon)
+    fused = Competitor(optimiser="normalised-muon", rates=[0.03]).build(0.03, 5)
+    assert isinstance(fused, FusedNormalisedMuon)
+    assert isinstance(fused.reference, NormalisedMuon)
