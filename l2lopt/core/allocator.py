@@ -28,10 +28,10 @@ def keep_freed_memory() -> bool:
     """Lets the allocator of this process keep the memory that is freed, for the next tensors.
 
     By itself glibc gives blocks above 32 MB back to the system at once, so that every operation on the flat vector of a
-    large model gets new pages, and each page costs a fault: a third of an inner step with Adam at 21 million parameters
-    (`tests/benchmarks/bench_allocator.py`). Results are the same. The process may then hold more than it ever needed
-    at once, as free places between tensors stay too, until it ends or calls `return_freed_memory`. Large tensors of
-    other threads than the main one are given back all the same.
+    large model gets new pages, and each page costs a fault: a fifth of an inner step with Adam at 21 million
+    parameters, on a busy machine a third (`tests/benchmarks/bench_allocator.py`). Results are the same. The process may
+    then hold more than it ever needed at once, as free places between tensors stay too, until it ends or calls
+    `return_freed_memory`. Large tensors of other threads than the main one are given back all the same.
 
     This is for processes of our own alone: the command line calls it, and the worker processes of `parallel.jobs`.
 
