@@ -103,6 +103,7 @@ TWO_LAYERS, LANGUAGE_MODEL = 2 * [(650, 650)], [(400, 1150), (1150, 1150), (1150
         ("t-lstm", TWO_LAYERS, 5_073_900),
         ("irc-gru", TWO_LAYERS, 3_381_300),
         ("irc-t-lstm", TWO_LAYERS, 2_537_600),
+        ("irc-t-lstm", 3 * TWO_LAYERS[:1], 3_806_400),
         ("fastgrnn", TWO_LAYERS, 3_382_604),
         ("irc-fastgrnn", TWO_LAYERS, 2_536_302),
         ("fastgrnn", TWO_LAYERS[:1], 1_691_302),
@@ -314,6 +315,43 @@ def test_a_gru_whose_gates_are_constant_is_the_leaky_form(activation):
         gru.bias.copy_(torch.cat([torch.full((4,), 1e3), leaky.step, leaky.bias]))
     x, state = laws.columns(leaky)
     laws.assert_close(gru(x, state), leaky(x, state))
+
+
+def constant_lstm(f):
+    """An LSTM of three units whose gates i = 0.9 and f and whose candidate depend on neither input nor output."""
+    cell = seeded(cells.make("lstm", 3, 3))
+    gates = torch.logit(torch.tensor([0.9, f], dtype=torch.float64)).repeat_interleave(3)
+    with torch.no_grad():
+        cell.weight_x.zero_()
+        cell.weight_h.zero_()
+        cell.bias[:6] = gates
+    return cell, torch.tanh(cell.bias[6:9]).detach()[:, None]
+
+
+@pytest.mark.parametrize("f", [0.05, 0.9, 0.99])
+def test_what_an_lstm_remembers_is_bounded_also_where_f_is_above_1_minus_i(f):
+    """Section VI fears that c grows uncontrollably there: it tends to i a / (1 − f), and f = σ(·) is below 1."""
+    cell, a = constant_lstm(f)
+    x, state = normal(3, 5), {"h": normal(3, 5, seed=1), "c": 100 * normal(3, 5, seed=2)}
+    start, steps = state["c"], 400
+    for _ in range(steps):
+        _, state = cell(x, state)
+    limit = 0.9 * a / (1 - f)
+    laws.assert_close(state["c"].detach(), limit + f**steps * (start - limit))
+    assert (state["c"].abs() > a.abs()).all() == (f > 1 - 0.9)
+
+
+def test_what_an_lstm_remembers_is_the_leaky_form_where_f_is_1_minus_i():
+    """Eq. 20 is eq. 8 with i as ξ only there."""
+    cell = constant_lstm(0.1)[0]
+    leaky, c = seeded(cells.make("leaky", 3, 3)), normal(3, 5, seed=2)
+    with torch.no_grad():
+        leaky.weight_x.zero_()
+        leaky.weight_h.zero_()
+        leaky.bias.copy_(cell.bias[6:9])
+        leaky.step.fill_(torch.logit(torch.tensor(0.9, dtype=torch.float64)))
+    x = normal(3, 5)
+    laws.assert_close(cell(x, {"h": c, "c": c})[1]["c"], leaky(x, {"h": c})[1]["h"])
 
 
 @pytest.mark.parametrize("core", cells.CORES)

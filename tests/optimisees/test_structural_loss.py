@@ -59,6 +59,18 @@ def test_100_batches_are_the_equations(beta):
         assert [aux["positive.mean"].item(), aux["negative.mean"].item()] == pytest.approx(means, rel=1e-12)
 
 
+def test_as_printed_near_samples_of_a_class_are_driven_apart():
+    """Eq. 31, exp(d) − τ, is negative for d = 0.5 where τ = 6; exp(d − τ) is not, and above 1 exactly where d > τ."""
+    labels, d = torch.tensor([0, 0, 0, 1]), torch.full((4, 4), 6.0, dtype=torch.float64)
+    d[0, 1] = d[1, 0] = 0.5
+    signs = {}
+    for beta in ("printed", "corrected"):
+        loss, leaf = StructuralLoss(weight=0.0, beta=beta), d.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(loss(leaf, labels, loss.init(torch.float64))[0], leaf)
+        signs[beta] = [gradient[0, 1].sign().item(), gradient[0, 2].sign().item()]
+    assert signs == {"printed": [-1, 1], "corrected": [1, 1]}
+
+
 def outputs(*groups, coincide=()):
     """n outputs of size 3, and labels, a group a class; those named coincide with the first."""
     labels = torch.tensor([label for label, count in enumerate(groups) for _ in range(count)])
