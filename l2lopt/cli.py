@@ -372,7 +372,10 @@ def _show(result: "Evaluation") -> None:
 
     for split in ("train", "test"):
         print_table(tables.loss_table(result, split))
-    diverged = {row.optimiser: row.diverged for row in result.table if row.diverged}
+    diverged: dict[str, int] = {}
+    for row in result.table:
+        diverged[row.optimiser] = max(row.diverged, diverged.get(row.optimiser, 0))
+    diverged = {name: count for name, count in diverged.items() if count}
     if diverged:
         say("diverged runs: " + ", ".join(f"{name} {count}" for name, count in diverged.items()))
     for warning in result.warnings:

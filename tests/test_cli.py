@@ -8,8 +8,11 @@ import sys
 import time
 
 import pytest
+import torch
 
 from l2lopt import cli, optimisers, terminal
+from l2lopt.evaluation import comparison
+from l2lopt.evaluation.tuned_runs import OptimiserRun
 from l2lopt.experiments import config as configs
 from l2lopt.weights import files
 
@@ -208,3 +211,11 @@ def test_a_folders_name_is_no_markup(tmp_path, monkeypatch, capsys):
     code, out, err = called(monkeypatch, capsys, "train", config, "--run", tmp_path / "x[b" / "]")
     assert (code, err) == (0, "")
     assert "x[b/]" in out
+
+
+def test_the_most_runs_that_have_diverged_are_told(capsys):
+    """Not those at the last horizon, where fewer may be above their first loss."""
+    steps = {0: torch.full((3,), 2.3), 5: torch.full((3,), 9.0), 10: torch.tensor([9.0, 1.0, 1.0])}
+    run = OptimiserRun("baseline", {"train": steps, "test": steps}, steps[0], 0.0)
+    cli._show(comparison.compare({"adam": run}, [5, 10]))
+    assert "diverged runs: adam 3" in "".join(capsys.readouterr())

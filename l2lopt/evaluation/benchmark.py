@@ -6,7 +6,7 @@ rewards whoever had the tasks in mind (Schneider et al. 2019, DeepOBS; Dahl et a
 
 - *untuned*: one setting for all tasks, the author's or the usual one. Optimisers without a rate belong here, and what a
   learned rule gives as it is shipped (Metz et al. 2022, VeLOdrome).
-- *self-tuned*: the one rate of its grid that is best over the meta-training tasks, on all others. What a careful user
+- *self-tuned*: the one rate of its grid that is best over the meta-training tasks, on all tasks. What a careful user
   carries from project to project, and the fair rival of a rule that was meta-trained on these tasks.
 - *tuned*: the best of k rates on each task, the same k for nearly all.
 

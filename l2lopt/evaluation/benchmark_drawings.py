@@ -10,7 +10,7 @@ import torch
 from l2lopt.evaluation import scores
 from l2lopt.evaluation.benchmark_csv import csv_text
 from l2lopt.evaluation.benchmark_result import BenchmarkResult, League
-from l2lopt.evaluation.benchmark_tables import rivals, step_ratios
+from l2lopt.evaluation.benchmark_tables import rivals, step_base, step_ratios
 from l2lopt.evaluation.standings import Competitor, Standings
 from l2lopt.report import benchmark_figures as figures
 from l2lopt.report.benchmark_figures import Curve, LossPanel, Profile, ProfilePanel
@@ -176,8 +176,9 @@ def draw_step_times(standings: Standings, folder: Path, name: str) -> Drawing | 
         return None
     lines = {names[label]: line for label, line in line_styles(standings.result).items()}
     ratios = {names[label]: [ratio for _, ratio in by_task.values()] for label, by_task in found.items()}
-    target = standings.result.target_optimiser
-    drawn = figures.step_times(ratios, lines, folder, name, f"times {names.get(target, target)}")
+    base = step_base(standings)
+    unit = "times the quickest" if base is None else f"times {names.get(base, base)}"
+    drawn = figures.step_times(ratios, lines, folder, name, unit)
     rows = [
         (label, task, _short(seconds), _short(ratio))
         for label, by_task in found.items()

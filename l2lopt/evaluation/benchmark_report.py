@@ -155,8 +155,11 @@ def _counted(standings: Standings) -> str:
     if len(standings.tasks) < len(result.tasks):
         text += " Tasks of the meta-training do not count in what is said over tasks."
     lost = [task.name for task in standings.tasks if task.name not in standings.targets]
-    if lost:
+    there = any(run.optimiser == result.target_optimiser for run in result.runs)
+    if lost and there:
         text += f" Without a target, since {result.target_optimiser} did not lower the loss: {', '.join(lost)}."
+    elif lost:
+        text += f" Without targets, since {result.target_optimiser} did not take part."
     return text
 
 
@@ -184,7 +187,7 @@ def _protocol(result: BenchmarkResult) -> list[str]:
         "All optimisers start from the same initial values and see the same batches. Rates are chosen on other seeds "
         "than the reported ones, for the test loss by samples that are neither trained on nor reported.",
         f"Leagues: untuned, one setting for all tasks; self-tuned, the one rate that is best on the meta-training "
-        f"tasks, used on all others; tuned, {many} rates tried on each task.",
+        f"tasks, used on all; tuned, {many} rates tried on each task.",
         f"The target of a task is the mean final loss of {result.target_optimiser} in the league of the most effort. "
         "Steps to the target are read from the mean curve, straight between records; never reached counts as infinite.",
         "A run that ends above its loss at the beginning or at no finite number has diverged: it is counted, never "

@@ -16,7 +16,7 @@ from l2lopt.storage.run_log import existing, write_text
 
 League: TypeAlias = Literal["untuned", "self-tuned", "tuned"]
 """How the settings of a run were found. "untuned": one setting for all tasks. "self-tuned": the one rate that is best
-on the meta-training tasks, used on all others. "tuned": the best of `TaskRun.trials` rates tried on each task."""
+on the meta-training tasks, used on all. "tuned": the best of `TaskRun.trials` rates tried on each task."""
 LEAGUES: tuple[League, ...] = ("untuned", "self-tuned", "tuned")
 """The leagues, by rising effort."""
 TaskSplit: TypeAlias = Literal["meta-training", "validation", "held-out", "own"]

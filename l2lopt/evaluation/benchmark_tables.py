@@ -172,32 +172,41 @@ def duel_table(standings: Standings, entries: Sequence[Competitor], others: Sequ
 def step_ratios(standings: Standings) -> dict[str, dict[str, tuple[float, float]]]:
     """Optimiser → task → seconds of a step, and the same over that of the target's optimiser.
 
-    Without the target's optimiser on a task the ratio is to the quickest one there.
+    Without a time of the target's optimiser on a task the ratio is to the quickest one there. What was not timed is
+    left out.
 
     Args:
         standings: Scores.
     """
     found: dict[str, dict[str, float]] = {}
     for run in standings.result.runs:
-        found.setdefault(run.task, {}).setdefault(run.optimiser, standings.seconds(run))
+        if (seconds := standings.seconds(run)) > 0:  # not NaN, as a run from another machine has it
+            found.setdefault(run.task, {}).setdefault(run.optimiser, seconds)
     ratios: dict[str, dict[str, tuple[float, float]]] = {}
-    for task, seconds in found.items():
-        base = seconds.get(standings.result.target_optimiser, min(seconds.values()))
-        for name, value in seconds.items():
-            if base > 0 and value > 0:
-                ratios.setdefault(name, {})[task] = value, value / base
+    for task, times in found.items():
+        base = times.get(standings.result.target_optimiser, min(times.values()))
+        for name, value in times.items():
+            ratios.setdefault(name, {})[task] = value, value / base
     return ratios
 
 
+def step_base(standings: Standings) -> str | None:
+    """The optimiser whose step the ratios of `step_ratios` are to; None where that is the quickest of each task."""
+    target = standings.result.target_optimiser
+    timed = any(run.optimiser == target and standings.seconds(run) > 0 for run in standings.result.runs)
+    return target if timed else None
+
+
 def cost_table(standings: Standings) -> Table:
-    """The time of one step of each optimiser, and its ratio to that of the target's."""
+    """The time of one step of each optimiser, and its ratio to that of the target's, or to the quickest one."""
     rows = []
     for name, by_task in step_ratios(standings).items():
         seconds, ratios = zip(*by_task.values(), strict=True)
         times = f"{1000 * min(seconds):.3g}–{1000 * max(seconds):.3g}"
         rows.append((name, times, f"{statistics.median(ratios):.2f}×", f"{min(ratios):.2f}–{max(ratios):.2f}×"))
-    base = standings.result.target_optimiser
-    return Table(("optimiser", "ms a step, over tasks", f"over {base}'s, median", "lowest–highest"), tuple(rows))
+    base = step_base(standings)
+    over = "over the quickest, median" if base is None else f"over {base}'s, median"
+    return Table(("optimiser", "ms a step, over tasks", over, "lowest–highest"), tuple(rows))
 
 
 def headline(standings: Standings) -> list[str]:
@@ -248,7 +257,7 @@ def _families(standings: Standings) -> dict[str, list[TaskInfo]]:
 
 
 def _of_family(standings: Standings, entry: Competitor, tasks: list[TaskInfo]) -> Interval | None:
-    """None where the competitor ran on none of the tasks, such as a self-tuned one on those of the meta-training."""
+    """None where the competitor ran on none of the tasks."""
     ran = any(standings.run(task.name, entry) for task in tasks)
     return standings.interquartile(entry, tasks) if ran else None
 

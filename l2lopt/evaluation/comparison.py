@@ -13,10 +13,11 @@ from l2lopt.core.types import Report, silent
 from l2lopt.evaluation import contestants
 from l2lopt.evaluation.contestants import Contestant
 from l2lopt.evaluation.free_runs import RunCache, no_cache
+from l2lopt.evaluation.scores import finite_or_infinite
 from l2lopt.evaluation.settings import SPLITS, EvaluationSettings
 from l2lopt.evaluation.torch_classes import OptimizerFactory
 from l2lopt.evaluation.tuned_runs import Choices, OptimiserRun, Problems, check_heldout, optimiser_run
-from l2lopt.optimisee import Optimisee
+from l2lopt.optimisee import Optimisee, Split
 from l2lopt.optimisers import Optimiser
 from l2lopt.report.interval import half_width
 
@@ -147,14 +148,19 @@ def rows_of(name: str, optimiser: Optimiser | OptimizerFactory, settings: Evalua
     return rows
 
 
-def compare(runs: Mapping[str, OptimiserRun], horizons: Sequence[int]) -> Evaluation:
+def compare(
+    runs: Mapping[str, OptimiserRun],
+    horizons: Sequence[int],
+    parts: Mapping[str, Sequence[OptimiserRun]] = MappingProxyType({}),
+) -> Evaluation:
     """The runs side by side; all must be on the same problems.
 
     Args:
         runs: Name → run.
         horizons: Steps at which the table reads the losses.
+        parts: Name → the runs whose losses that of the name is the mean of, all of whose divergences count.
     """
-    result = Evaluation([], _table(runs, horizons))
+    result = Evaluation([], _table(runs, horizons, parts))
     for name, run in runs.items():
         result.seconds[name] = run.seconds
         result.warnings.extend(run.warnings)
@@ -169,11 +175,13 @@ def compare(runs: Mapping[str, OptimiserRun], horizons: Sequence[int]) -> Evalua
     return result
 
 
-def _table(runs: Mapping[str, OptimiserRun], horizons: Sequence[int]) -> list[Comparison]:
+def _table(
+    runs: Mapping[str, OptimiserRun], horizons: Sequence[int], parts: Mapping[str, Sequence[OptimiserRun]]
+) -> list[Comparison]:
     lines = []
     for horizon in horizons:
         for split in SPLITS:
-            losses = {name: run.losses[split][horizon].double().nan_to_num(nan=torch.inf) for name, run in runs.items()}
+            losses = {name: finite_or_infinite(run.losses[split][horizon]) for name, run in runs.items()}
             baselines = [name for name, run in runs.items() if run.kind == "baseline"]
             best = min(baselines, key=lambda name: float(losses[name].mean()), default="")
             for name, values in losses.items():
@@ -181,11 +189,17 @@ def _table(runs: Mapping[str, OptimiserRun], horizons: Sequence[int]) -> list[Co
                 mean, low, high = interval(values)
                 versus = best if run.kind == "learned" else ""
                 paired = interval(values - losses[best]) if versus else (torch.nan,) * 3
-                # Before its first step a network with batch norm may have any test-mode loss.
-                begin = torch.minimum(run.losses[split][0], run.first)
-                diverged = int((~values.isfinite() | (values > begin)).sum())
+                diverged = sum(_diverged(part, split, horizon) for part in parts.get(name, [run]))
                 lines.append(Comparison(name, run.kind, horizon, split, mean, low, high, versus, *paired, diverged))
     return lines
+
+
+def _diverged(run: OptimiserRun, split: Split, horizon: int) -> int:
+    """The number of runs whose loss at a step is not finite, or above the first."""
+    values = finite_or_infinite(run.losses[split][horizon])
+    # Before its first step a network with batch norm may have any test-mode loss.
+    begin = torch.minimum(run.losses[split][0], run.first)
+    return int((~values.isfinite() | (values > begin)).sum())
 
 
 def interval(values: Tensor) -> tuple[float, float, float]:

@@ -111,6 +111,14 @@ class Competitor(Baseline):
     """Leagues in which it takes part: "untuned", with one setting for all tasks; "self-tuned", with the one rate that
     is best on the meta-training tasks; "tuned", with the best rate on each task."""
 
+    @model_validator(mode="after")
+    def _takes_part(self) -> Self:
+        if self.untuned is None and {*self.leagues} == {"untuned"}:
+            raise ValueError("the key `untuned`, its rate in the league, or another league")
+        if self.schedule != "constant" and isinstance(self.optimiser, dict) and "weights" in self.optimiser:
+            raise ValueError("no schedule beside `weights`: a learned rule makes its own steps")
+        return self
+
 
 class Suite(Settings):
     """Which tasks a benchmark runs, for how long, and with which optimisers."""

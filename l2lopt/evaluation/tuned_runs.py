@@ -13,6 +13,7 @@ from l2lopt.core.seeding import seed_of
 from l2lopt.core.types import Report, silent
 from l2lopt.evaluation.contestants import Contestant
 from l2lopt.evaluation.free_runs import Curves, RunCache, no_cache, record_steps, run_groups
+from l2lopt.evaluation.scores import finite_or_infinite
 from l2lopt.evaluation.settings import SPLITS, EvaluationSettings
 from l2lopt.evaluation.step_backend import StepBackend, step_backend
 from l2lopt.optimisee import Optimisee, Split
@@ -236,8 +237,8 @@ def _tried(contestant: Contestant, problems: Problems, form: StepBackend) -> Tri
         found = _by_step(taken)
         for split, judge in CHOSEN_ON.items():
             for horizon, losses in found[judge].items():
-                # NaN compares as false, so min() could choose a rate that diverged: it counts as infinite.
-                means = losses.view(len(rates), len(seeds)).double().mean(1).nan_to_num(nan=torch.inf)
+                # NaN compares as false, so min() could choose a rate that diverged.
+                means = finite_or_infinite(losses).view(len(rates), len(seeds)).mean(1)
                 pairs = zip(contestant.rates, means.tolist(), strict=True)
                 tried[split][horizon] |= {TunedRun(rate, length): mean for rate, mean in pairs}
     return tried

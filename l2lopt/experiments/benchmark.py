@@ -80,7 +80,7 @@ def benchmark(
         >>> result = l2lopt.benchmark("smoke", "runs/smoke", jobs=2)  # five minutes  # doctest: +SKIP
     """
     earlier = None if beside is None else read_result(Path(beside))
-    name, asked = load_suite(OWN if tasks is not None and suite == "smoke" else suite, changes)
+    name, asked = load_suite(OWN if tasks is not None and str(suite) == "smoke" else suite, changes)
     if optimisers is not None:
         asked = asked.model_copy(update={"competitors": [_competitor(*item) for item in optimisers.items()]})
     asked = asked.model_copy(update={"competitors": _installed(asked.competitors)})
@@ -88,12 +88,15 @@ def benchmark(
         planned = _available(asked, suites.load_catalogue(configs.shipped("suites/tasks.toml")), steps)
     else:
         name, planned = "own", [PlannedTask(key, key, "own", steps or STEPS, task) for key, task in tasks.items()]
+    asked = asked.model_copy(update={"competitors": _with_a_league(asked.competitors, planned)})
     if jobs > 1 and any(isinstance(task.optimisee, Optimisee) for task in planned):
         remedy = "drop jobs, or name a function that makes the problem, such as 'module:function'"
         raise UserError("jobs", expected="1 for problems made in Python", found=str(jobs), remedy=remedy)
     home = Path(folder or Path("runs") / f"benchmark-{name}")
     plan = Plan(asked, tuple(planned), Path(cache or home.parent / "cache"))
     with ExitStack() as held, processes.together():
+        if jobs > 1 and processes.ranks() > 1:
+            raise UserError("jobs", expected="1 under torchrun", found=str(jobs), remedy="drop --jobs, or torchrun")
         processes.on_first(lambda: held.enter_context(locked(home)))
         infos, runs, seconds = benchmark_jobs.make_runs(plan, jobs, report)
         known = benchmark_jobs.environment()
@@ -140,6 +143,19 @@ def _installed(competitors: Sequence[Competitor]) -> list[Competitor]:
     left = [one for one in competitors if one.name not in absent]
     if not left:
         raise UserError("competitors", expected="at least one", found="none that is installed", remedy="install one")
+    return left
+
+
+def _with_a_league(competitors: Sequence[Competitor], planned: Sequence[PlannedTask]) -> list[Competitor]:
+    """The competitors that run in some league on these tasks; the others are named in the log."""
+    chosen = any(task.split == "meta-training" for task in planned)
+    left = [one for one in competitors if chosen or {*one.leagues} != {"self-tuned"}]
+    absent = ", ".join(one.name for one in competitors if one not in left)
+    if absent:
+        _log.warning("left out, as no task of the meta-training chooses their self-tuned rate: %s", absent)
+    if not left:
+        remedy = "add the league tuned, or untuned with a rate"
+        raise UserError("competitors", expected="at least one", found="none with a league here", remedy=remedy)
     return left
 
 

@@ -17,6 +17,7 @@ from l2lopt.core.seeding import seed_of
 from l2lopt.core.types import Report, silent
 from l2lopt.estimators import MetaGradientEstimator
 from l2lopt.evaluation.free_runs import run_groups
+from l2lopt.evaluation.scores import finite_or_infinite
 from l2lopt.experiments import from_python
 from l2lopt.experiments.config import Config, TrainConfig, problem_name
 from l2lopt.experiments.size_check import check_sizes
@@ -70,7 +71,7 @@ class Experiment(NamedTuple):
                 fit="inner" if settings.split == "heldout" else "train",
             )
             means = run.losses[settings.split].double().mean(1).clamp(min=1e-12)
-            scores[name] = float(means.log().nan_to_num(nan=torch.inf).mean())
+            scores[name] = float(finite_or_infinite(means.log()).mean())
         return scores
 
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from pydantic import Field, NonNegativeInt, field_validator
 
+import optimisees
 from l2lopt import kernels
-from l2lopt.core import registry
 from l2lopt.core.errors import UserError
 from l2lopt.core.registry import Choice
 from l2lopt.core.settings import Settings
@@ -22,14 +22,13 @@ from l2lopt.experiments import build, runs, study_labels
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import Config
 from l2lopt.experiments.run_cache import FileCache, file_digest, read_run, write_run
-from l2lopt.experiments.run_facts import FORMAT, problem_facts, run_facts
+from l2lopt.experiments.run_facts import FORMAT, package_version, problem_facts, run_facts
 from l2lopt.optimisers import Optimiser
 from l2lopt.parallel import processes
 from l2lopt.parallel.jobs import fingerprint, slug, unique_labels
 from l2lopt.parallel.threads import cpu_threads
 from l2lopt.storage import checkpoint, toml_file
 from l2lopt.weights import files
-from optimisees import OPTIMISEES
 
 
 class Problem(Settings):
@@ -70,6 +69,13 @@ class Study(Settings):
     """Learned optimisers."""
 
     _apart = field_validator("problems", "optimisers")(unique_labels)
+
+    @field_validator("meta_seeds")
+    @classmethod
+    def _each_once(cls, seeds: list[int]) -> list[int]:
+        if len({*seeds}) < len(seeds):
+            raise ValueError("each seed once")
+        return seeds
 
 
 class StudyLocation(NamedTuple):
@@ -214,18 +220,18 @@ def resolve(location: StudyLocation, job: Job) -> ResolvedJob:
     study = location.study
     config = config_of(location, job)
     home = Path(location.folder) / slug(study.problems[job.problem].label)
-    data = _fingerprint(json.dumps(config.optimisee, sort_keys=True), os.environ.get("L2LOPT_DATA"))
-    depends = fingerprint(optimisee=config.optimisee, **data)
+    choice, place = json.dumps(config.optimisee, sort_keys=True), str(build.device(config.device))
+    depends = fingerprint(**_problem(choice, place, os.environ.get("L2LOPT_DATA")))
     asked = config.evaluation.model_dump(mode="json", exclude={"baselines", "multipliers"}, exclude_none=True)
     work: dict[str, Any] = {"format": FORMAT, "seed": study.seed, "evaluation": asked}
     if job.meta_seed is None:
-        baseline = config.evaluation.baselines[job.optimiser].model_dump(mode="json")
-        path = home / f"{slug(config.evaluation.baselines[job.optimiser].name)}.json"
-        return ResolvedJob(config, [path], [depends | work | {"baseline": baseline}])
+        baseline = config.evaluation.baselines[job.optimiser]
+        said = {"baseline": baseline.model_dump(mode="json"), **package_version(baseline)}
+        return ResolvedJob(config, [home / f"{slug(baseline.name)}.json"], [depends | work | said])
     contender = study.optimisers[job.optimiser]
     folder, given = home / f"{slug(contender.label)}-{job.meta_seed}", _fixed_optimiser(contender)
     if given is None:
-        work["recipe"] = config.model_dump(mode="json", exclude={"evaluation", "label"})
+        work["recipe"] = config.model_dump(mode="json", exclude={"evaluation", "label"}) | runs.beginning(config)
         depends["weights"] = file_digest(folder / "optimiser.safetensors")
     else:
         depends["rule"] = files.digest(given)
@@ -295,8 +301,7 @@ def remaining_share(job: ResolvedJob) -> float:
 
 
 @cache
-def _fingerprint(optimisee: str, _: str | None) -> dict[str, str]:
-    """The fingerprint of an optimisee's data, by its choice as JSON and the root of the data sets."""
+def _problem(optimisee: str, device: str, _: str | None) -> dict[str, Any]:
+    """What tells a problem from others, by its choice as JSON, its device and the root of the data sets."""
     choice: Choice = json.loads(optimisee)
-    found: dict[str, str] = registry.build(OPTIMISEES, "optimisee", choice).fingerprint()
-    return found
+    return problem_facts(choice, optimisees.build(choice, device=device))

@@ -18,6 +18,7 @@ from l2lopt.core.types import Report, silent
 from l2lopt.evaluation import comparison
 from l2lopt.evaluation.comparison import Comparison, Evaluation
 from l2lopt.evaluation.contestants import tuned_name
+from l2lopt.evaluation.scores import finite_or_infinite
 from l2lopt.evaluation.settings import SPLITS
 from l2lopt.evaluation.tables import comparison_table
 from l2lopt.evaluation.tuned_runs import OptimiserRun, choice_facts
@@ -46,7 +47,8 @@ class JobResult(NamedTuple):
     def means(self, line: Comparison) -> list[float]:
         """The mean loss under each meta-seed, at the horizon and on the split of a line of the table."""
         split: Any = line.split
-        return [float(run.losses[split][line.horizon].double().mean()) for run in self.runs.get(line.optimiser, [])]
+        found = [run.losses[split][line.horizon] for run in self.runs.get(line.optimiser, [])]
+        return [float(finite_or_infinite(losses).mean()) for losses in found]
 
 
 def study_path(source: str | Path) -> Path:
@@ -202,7 +204,7 @@ def _compared(location: StudyLocation, problem: int) -> JobResult:
     config = comparison_jobs.config_of(location, Job(problem, 0, None))
     for index, baseline in enumerate(config.evaluation.baselines):
         (runs[baseline.name],) = comparison_jobs.required_runs(location, Job(problem, index, None))
-    result = comparison.compare(runs, config.evaluation.checked_horizons())
+    result = comparison.compare(runs, config.evaluation.checked_horizons(), by_label)
     result.proper.update(comparison.proper_names(config.evaluation))
     return JobResult(result, by_label)
 

@@ -144,8 +144,9 @@ def describe(optimisee: Optimisee) -> dict[str, Any]:
     """An optimisee as a config's table: its name and what tells it from others.
 
     Beside the optimisee's own fingerprint that is its class, the number of its parameters and a digest of their names
-    and shapes; a digest of the first batches, which shows the batch size and what is held out; and the loss on the
-    first batch at the first initial values, to four digits, which shows the model, its initial values and the loss.
+    and shapes; a digest of the first batches, which shows the batch size and what is held out; one of the first samples
+    of each evaluation and of how many there are; and the norm of the first initial values and the loss there on the
+    first batch, to four digits, which show the model, its initial values and the loss.
     """
     params, aux = optimisee.init(0)
     layout = Layout.of(params)
@@ -157,6 +158,8 @@ def describe(optimisee: Optimisee) -> dict[str, Any]:
         "parameters": layout.size,
         "layout": _digest([layout.names, [list(shape) for shape in layout.shapes]]),
         "batches": _digest([batch, *(_batch(optimisee, split) for split in ("inner", "heldout"))]),
+        "evaluations": _digest([_evaluation(optimisee, split) for split in ("train", "heldout", "test")]),
+        "first_norm": f"{sum(float(value.double().square().sum()) for value in params.values()) ** 0.5:.4g}",
         "first_loss": f"{float(loss.detach()):.4g}",
         **optimisee.fingerprint(),
     }
@@ -168,6 +171,15 @@ def _batch(optimisee: Optimisee, split: Split) -> Any:
         return optimisee.batch(split, 0, 0)
     except UserError:
         return None
+
+
+def _evaluation(optimisee: Optimisee, split: Split) -> Any:
+    """The first batch of an evaluation and the number of all samples, or None where there are none."""
+    try:
+        first, *rest = optimisee.evaluation_batches(split, 0)
+    except (UserError, ValueError):
+        return None
+    return first[0], sum(count for _, count in (first, *rest))
 
 
 def _describe_optimiser(optimiser: Optimiser) -> dict[str, Any]:

@@ -64,7 +64,7 @@ class FileCache:
         curves = make()
         rows = {split: losses.tolist() for split, losses in curves.losses.items()}
         facts = {"steps": curves.steps, "losses": rows, "first": curves.first.tolist(), "seconds": curves.seconds}
-        write_json(path, {"work": text, **facts}, seal=True)
+        write_json(path, {"work": text, **facts, **_precision(curves.first)}, seal=True)
         return curves
 
 
@@ -109,7 +109,8 @@ def write_run(path: Path, work: Mapping[str, Any], run: OptimiserRun) -> None:
         "chosen": choice_facts(run.chosen),
         "cut": run.cut,
     }
-    write_json(path, {"work": work, **facts, "first": run.first.tolist(), "losses": losses}, seal=True)
+    facts |= {"first": run.first.tolist(), "losses": losses, **_precision(run.first)}
+    write_json(path, {"work": work, **facts}, seal=True)
 
 
 def read_run(path: Path, work: Mapping[str, Any]) -> OptimiserRun | None:
@@ -124,9 +125,9 @@ def read_run(path: Path, work: Mapping[str, Any]) -> OptimiserRun | None:
         # Through JSON, as the file went: tuples have become lists there, and keys strings.
         if facts["work"] != json.loads(json.dumps(work)):
             return None
-        first = _tensor(facts["first"])
+        first = _tensor(facts, facts["first"])
         losses: dict[Any, dict[int, Tensor]] = {
-            split: {int(step): _tensor(facts["losses"][split][step], len(first)) for step in facts["losses"][split]}
+            split: {int(step): _tensor(facts, row, len(first)) for step, row in facts["losses"][split].items()}
             for split in SPLITS
         }
         chosen: Choices = {
@@ -151,9 +152,9 @@ def _curves(stored: Mapping[str, Any], splits: Sequence[str]) -> Curves:
     Raises:
         ValueError: For parts that do not fit one another, as in a damaged file without a digest.
     """
-    steps, first = list(map(int, stored["steps"])), _tensor(stored["first"])
+    steps, first = list(map(int, stored["steps"])), _tensor(stored, stored["first"])
     losses: dict[Any, Tensor] = {
-        split: _tensor(stored["losses"][split], len(steps), len(first)) for split in splits or stored["losses"]
+        split: _tensor(stored, stored["losses"][split], len(steps), len(first)) for split in splits or stored["losses"]
     }
     return Curves(steps, losses, first, float(stored["seconds"]))
 
@@ -173,13 +174,19 @@ def _check(losses: Mapping[Any, Mapping[int, Tensor]], facts: Mapping[str, Any])
             raise ValueError(f"no {split} loss at {sorted(needed - steps.keys())}")
 
 
-def _tensor(rows: Any, *shape: int) -> Tensor:
-    """Numbers as a tensor.
+def _precision(losses: Tensor) -> dict[str, str]:
+    """What a file says of losses in float64; those without a word are float32."""
+    return {"dtype": "float64"} if losses.dtype == torch.float64 else {}
+
+
+def _tensor(stored: Mapping[str, Any], rows: Any, *shape: int) -> Tensor:
+    """Numbers of a file as a tensor.
 
     Raises:
         ValueError: For one of another shape, where a shape is given.
     """
-    found = torch.tensor(_with_nan(rows), dtype=torch.float32)
+    dtype = torch.float64 if stored.get("dtype") == "float64" else torch.float32
+    found = torch.tensor(_with_nan(rows), dtype=dtype)
     if shape and found.shape != shape:
         raise ValueError(f"shape {tuple(found.shape)} where {shape} belongs")
     return found

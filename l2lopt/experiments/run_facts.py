@@ -3,8 +3,11 @@
 Runs are equal up to rounding where these facts are: the number of threads and the form of a step are not among them.
 """
 
+import hashlib
+import importlib.util
 from functools import cache
 from importlib.metadata import packages_distributions, version
+from pathlib import Path
 from typing import Any
 
 from l2lopt.core.registry import Choice
@@ -28,7 +31,16 @@ def problem_facts(choice: Choice | Optimisee, optimisee: Optimisee) -> dict[str,
     """
     said = from_python.describe(optimisee) if isinstance(choice, Optimisee) else _shortest(choice)
     device = next((value.device.type for value in optimisee.init(0)[0].values()), "cpu")
-    return {"optimisee": said, **optimisee.fingerprint(), **({} if device == "cpu" else {"device": device})}
+    facts = {"optimisee": said, **optimisee.fingerprint(), **({} if device == "cpu" else {"device": device})}
+    return facts if isinstance(choice, Optimisee) else facts | own_facts(choice, optimisee)
+
+
+def own_facts(choice: Choice, optimisee: Optimisee) -> dict[str, Any]:
+    """What tells a problem of a module of one's own, "module:function", from what its code made before.
+
+    The name stays where the code changes, so the problem itself is described. Nothing for a problem of the library.
+    """
+    return {"described": from_python.describe(optimisee)} if ":" in _name(choice) else {}
 
 
 def run_facts(problem: dict[str, Any], optimiser: Optimiser | Baseline) -> dict[str, Any]:
@@ -44,28 +56,43 @@ def run_facts(problem: dict[str, Any], optimiser: Optimiser | Baseline) -> dict[
     return facts | {
         "optimiser": _shortest(optimiser.optimiser),
         "schedule": optimiser.schedule,
-        **_package_version(optimiser),
+        **package_version(optimiser),
     }
 
 
 def package_of(baseline: Baseline) -> str | None:
     """The package of an optimiser that is named as "module:Class"; None for one of ours."""
-    choice = baseline.optimiser
-    name = choice if isinstance(choice, str) else str(choice.get("name", ""))
-    module, colon, _ = name.partition(":")
+    module, colon, _ = _name(baseline.optimiser).partition(":")
     return module.partition(".")[0] if colon else None
 
 
-def _package_version(baseline: Baseline) -> dict[str, str]:
-    """The version of the package that an optimiser's class comes from; none for our own and torch's."""
+def package_version(baseline: Baseline) -> dict[str, str]:
+    """The release that an optimiser's class comes from; nothing for our own and torch's.
+
+    A module that was not installed as a package has none: the digest of its file stands for it.
+    """
     package = package_of(baseline)
-    return {} if package is None or package == "torch" else dict(_versions(package))
+    if package is None or package == "torch":
+        return {}
+    return dict(_versions(package)) or _source(_name(baseline.optimiser).partition(":")[0])
 
 
 @cache
 def _versions(package: str) -> dict[str, str]:
     """The versions of all that is installed as this package. It takes half a second, whatever the package."""
     return {f"version of {name}": version(name) for name in packages_distributions().get(package, [])}
+
+
+def _source(module: str) -> dict[str, str]:
+    """The digest of the file of a module, which has no release that would tell that it was changed."""
+    found = importlib.util.find_spec(module)
+    if found is None or found.origin is None or not Path(found.origin).is_file():
+        return {}
+    return {f"source of {module}": hashlib.blake2b(Path(found.origin).read_bytes(), digest_size=16).hexdigest()}
+
+
+def _name(choice: Choice) -> str:
+    return choice if isinstance(choice, str) else str(choice.get("name", ""))
 
 
 def _shortest(choice: Choice) -> Choice:

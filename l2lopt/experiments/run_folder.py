@@ -27,6 +27,7 @@ from l2lopt.report.control_curves import control_curves, read_controls
 from l2lopt.report.validation_curves import read_validations, validation_curves
 from l2lopt.storage import run_lock, tensor_file
 from l2lopt.storage.run_log import existing, write_json, written_whole
+from l2lopt.weights.files import header
 
 _FILES = (
     "config.toml",
@@ -197,7 +198,9 @@ def draw_meta_training(folder: Path, title: str) -> list[Path]:
         validations = read_validations(folder / "metrics.jsonl")
         # One alone is the comparison of something with itself.
         if len(validations.updates) > 1:
-            paths += validation_curves(validations, folder / "figures", title)
+            file = folder / "optimiser.safetensors"
+            kept = header(file)["training"].get("best_update") if file.is_file() else None
+            paths += validation_curves(validations, folder / "figures", title, kept)
     return paths
 
 

@@ -368,17 +368,26 @@ def _log_position(checkpoint: CheckpointFile) -> tuple[int, str | None]:
 
 
 def _work(experiment: build.Experiment) -> dict[str, Any]:
-    """What meta-training depends on: the config but for the comparison, and the data of its problems."""
-    work = experiment.config.model_dump(mode="json", exclude={"evaluation", "label"})
+    """What meta-training depends on: the config but for the comparison, the data of its problems, and the weights."""
+    config = experiment.config
+    work = config.model_dump(mode="json", exclude={"evaluation", "label"})
     for number, optimisee in enumerate(experiment.optimisees):
         work |= {f"{number}.{name}": value for name, value in optimisee.fingerprint().items()}
-    return work
+    for number, optimisee in enumerate(experiment.validated_on if config.validation.on else ()):
+        work |= {f"validation.{number}.{name}": value for name, value in optimisee.fingerprint().items()}
+    return work | beginning(config)
 
 
 def _alone(config: Config) -> Config:
     """A config with the problem that optimisers are compared on and no other."""
     validation = config.validation.model_copy(update={"on": None})
     return config.model_copy(update={"mixed_with": [], "trained_on": None, "validation": validation})
+
+
+def beginning(config: Config) -> dict[str, str]:
+    """The digest of the weights that a meta-training goes on from; nothing where it begins with initial values."""
+    digest = _digest(config.optimiser)
+    return {} if digest is None else {"weights": digest}
 
 
 def _digest(optimiser: Choice) -> str | None:

@@ -19,6 +19,7 @@ from l2lopt.core.types import Report
 from l2lopt.experiments import build, runs, study_labels
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import TrainConfig
+from l2lopt.experiments.run_facts import own_facts
 from l2lopt.experiments.run_folder import writable
 from l2lopt.optimisee import Optimisee
 from l2lopt.parallel.jobs import fingerprint, format_range, load_result, run_jobs, slug, unique_labels
@@ -215,7 +216,8 @@ def _make(references: References, job: _Job, report: Report) -> Result:
     """Loads the cached result of a job, or computes and stores it."""
     optimisee, path = build.build_training(job.config).optimisee, job.folder / "found.json"
     recipe = job.config.model_dump(mode="json", exclude={"label"})
-    work = fingerprint(recipe=recipe, **references.depends_on(job.kind), **optimisee.fingerprint())
+    problem = {**optimisee.fingerprint(), **own_facts(job.config.optimisee, optimisee)}
+    work = fingerprint(recipe=recipe, **references.depends_on(job.kind), **problem)
     known = load_result(path, work)
     if known is None or not _readable(references, job.kind, known):
         trained = runs.train(job.config, job.folder, resume=True, report=report) if job.kind == "trained" else None
@@ -321,6 +323,8 @@ def against(column: Column, label: str, own: Mapping[str, Result], other: Mappin
     if not all(map(math.isfinite, differences)):
         return f"diverged, it or {label}"
     mean = fmean(differences)
+    if mean == 0:
+        return f"equal to {label} on average"
     worse = mean > 0 if column.better == "lower" else mean < 0
     sizes = differences if worse == (column.better == "lower") else [-difference for difference in differences]
     return f"{'**worse**' if worse else 'better'} than {label} by {format_range(sizes, column.digits)}"

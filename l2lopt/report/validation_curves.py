@@ -68,15 +68,16 @@ def read_validations(path: Path) -> Validations:
     return Validations(np.array([step for step, *_ in found]), np.array([mean for _, mean, _ in found]), problems)
 
 
-def validation_curves(validations: Validations, folder: Path, title: str = "") -> list[Path]:
+def validation_curves(validations: Validations, folder: Path, title: str = "", kept: int | None = None) -> list[Path]:
     """Draws each problem's validation loss over that before meta-training, against the meta-updates.
 
-    A problem whose line lies above 1 has been lost. The dotted line is the update whose optimiser was kept.
+    A problem whose line lies above 1 has been lost.
 
     Args:
         validations: Validations, at least one.
         folder: Folder for `validation.png` and `validation.svg`.
         title: Line above the panel.
+        kept: Update whose optimiser was kept, shown by a dotted line; none before the end of a meta-training.
     """
     ratios = validations.ratios()
     lines = lines_of(dict.fromkeys(validations.problems, "baseline"))
@@ -86,8 +87,7 @@ def validation_curves(validations: Validations, folder: Path, title: str = "") -
         panel.set_yscale("log", base=2)
         panel.yaxis.set_major_formatter("{x:g}")
         panel.axhline(1.0, color="black", linewidth=0.9, alpha=0.6, label="before meta-training")
-        if np.isfinite(validations.mean).any():
-            kept = validations.updates[np.nanargmin(validations.mean)]
+        if kept is not None:
             panel.axvline(kept, color="black", linewidth=0.9, alpha=0.6, linestyle=(0, (1, 3)), label="kept")
         for name, line in lines.items():
             panel.plot(

@@ -244,7 +244,9 @@ class _MetaTraining:
 def _warn_of_losses(result: MetaTrained) -> None:
     """Names the problems that the φ of the result is worse on than the φ that meta-training began with."""
     worse = {name: score - result.before[name] for name, score in result.best.items()}
-    said = ", ".join(f"{name} ({math.exp(much):.3g} times)" for name, much in worse.items() if much > math.log(WORSE))
+    # Beyond e^709 there is no float64.
+    times = {name: math.exp(much) if much < 709 else math.inf for name, much in worse.items() if much > math.log(WORSE)}
+    said = ", ".join(f"{name} ({much:.3g} times)" for name, much in times.items())
     if said:
         _log.warning("validation losses above those before meta-training: %s", said)
 

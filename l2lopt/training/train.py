@@ -33,7 +33,7 @@ class Trained(NamedTuple):
         diverged: The first step at which the loss was not finite, or None.
         metrics: The test-mode loss on the whole of the split `test`, the optimisee's metrics there, its readings, and
             what it measures of the split as a whole.
-        watched: The same figures on the watched split.
+        watched: The same figures on the watched split; those of the last evaluation where training diverged after it.
         speed: Samples per second, or what else the optimisee counts, in the steps of this call; 0 if it counts nothing.
     """
 

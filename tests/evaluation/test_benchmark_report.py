@@ -16,7 +16,7 @@ from l2lopt.evaluation import benchmark_tables as tables
 from l2lopt.evaluation.benchmark_board import write_board
 from l2lopt.evaluation.benchmark_csv import LOSS_COLUMNS, csv_text, loss_rows, scores_csv
 from l2lopt.evaluation.benchmark_drawings import MOST_CURVES, line_styles, shown
-from l2lopt.evaluation.benchmark_report import write_report
+from l2lopt.evaluation.benchmark_report import _counted, write_report
 from l2lopt.evaluation.benchmark_result import BenchmarkResult, TaskInfo, read_result
 from l2lopt.evaluation.standings import Competitor, Standings
 
@@ -262,6 +262,25 @@ def test_a_target_that_did_not_learn_is_none(final):
     # Without the seed that diverged both end at 1: other seeds could make them even.
     expected = "1 is ahead of tuned adamw" if final[0] == 9 else "none is ahead of tuned adamw and none is behind it"
     assert expected in tables.headline(standings)[0]
+
+
+def test_without_the_targets_optimiser_steps_are_measured_by_the_quickest():
+    task, ends = TaskInfo("a", "family", "own", 10, 5), {0: [2.0], 10: [1.0]}
+    runs = [run_of("a", name, "tuned", ends) for name in ("sgd", "adam", "adamw")]
+    seconds = {"a": {"sgd": 0.25, "adam": 0.75, "adamw": math.nan}}
+
+    def standings(*names):
+        return Standings(
+            BenchmarkResult(
+                "own", 1, (task,), tuple(run for run in runs if run.optimiser in names), step_seconds=seconds
+            )
+        )
+
+    # AdamW's time is that of another machine, and counts no more than none.
+    for some in (standings("sgd", "adam"), standings("sgd", "adam", "adamw")):
+        assert {name: by_task["a"][1] for name, by_task in tables.step_ratios(some).items()} == {"sgd": 1, "adam": 3}
+        assert tables.cost_table(some).columns[2] == "over the quickest, median"
+    assert _counted(standings("sgd")).endswith("Without targets, since adamw did not take part.")
 
 
 def test_speed_ups_are_ratios_of_steps():

@@ -377,6 +377,25 @@ def test_a_run_that_ends_above_its_first_training_loss_has_diverged():
     assert {row.diverged for row in comparison.compare({"rule": run}, [5]).table} == {1}
 
 
+def free_run(*ends, kind="learned"):
+    losses = {0: torch.full((len(ends),), 2.3), 5: torch.tensor(ends)}
+    return OptimiserRun(kind, {"train": losses, "test": losses}, losses[0], 0.0)
+
+
+def test_an_infinite_loss_makes_the_mean_infinite():
+    """As a loss that is not a number does; the difference to the best baseline as well."""
+    for end in (math.inf, math.nan):
+        runs = {"rule": free_run(0.5, end, 0.2), "adam": free_run(0.3, 0.3, 0.3, kind="baseline")}
+        for line in comparison.compare(runs, [5]).table[::2]:
+            assert (line.optimiser, line.mean, line.difference, line.diverged) == ("rule", math.inf, math.inf, 1)
+
+
+def test_every_run_behind_a_mean_counts_among_the_diverged():
+    parts = [free_run(5.0, 5.0, math.nan), free_run(0.1, 0.1, 0.1), free_run(0.1, 0.1, 0.1)]
+    result = comparison.compare({"rule": free_run(1.7, 1.7, 1.7)}, [5], {"rule": parts})
+    assert {line.diverged for line in result.table} == {3}
+
+
 @pytest.mark.parametrize("optimiser", ["sgd", "momentum", "normalised-adam"])
 def test_a_cosine_is_for_any_optimiser(quadratic, optimiser):
     """Its updates fall to nothing at the horizon, after a warm-up over a twentieth of it."""

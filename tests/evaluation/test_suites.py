@@ -10,6 +10,7 @@ import tomli_w
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 import optimisees
 from l2lopt import optimisers
@@ -326,3 +327,15 @@ def test_competitors_are_named_by_label_optimiser_or_weights():
             {"tasks": ["x"], "competitors": [{"optimiser": "adam", "rates": [1.0]}] * 2},
             kind=Suite,
         )
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({"optimiser": "adam", "rates": [0.1], "leagues": ["untuned"]}, "the key `untuned`"),
+        ({"optimiser": {"weights": "lstm"}, "rates": [1.0], "schedule": "cosine"}, "no schedule beside `weights`"),
+    ],
+)
+def test_competitors_that_could_not_run_as_they_say_are_refused(choice, message):
+    with pytest.raises(ValidationError, match=message):
+        Competitor(**choice)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -160,6 +161,48 @@ def test_own_tasks_and_optimisers(tmp_path):
     assert [(run.optimiser, run.league) for run in result.runs] == [("SGD", "untuned"), ("SGD", "tuned")]
     with pytest.raises(UserError, match="problems made in Python"):
         l2lopt.benchmark(tasks={"mine": own}, folder=tmp_path / "own", jobs=2)
+
+
+@pytest.mark.parametrize("suite", ["smoke", Path("smoke")])  # as Python's default and as the command line's
+def test_tasks_of_ones_own_are_in_no_suite_where_none_is_named(tmp_path, monkeypatch, suite):
+    plans = []
+    monkeypatch.setattr(benchmark_jobs, "make_runs", lambda plan, *_: plans.append(plan) or ([], [], {}))
+    l2lopt.benchmark(suite, tmp_path / "run", tasks={"quadratic": "quadratic"})
+    expected = benchmarks.load_suite(benchmarks.OWN)[1]
+    assert {one.name for one in plans[0].suite.competitors} <= {one.name for one in expected.competitors}
+    assert plans[0].suite.seeds == expected.seeds != benchmarks.load_suite("smoke")[1].seeds
+
+
+def test_what_has_no_league_here_is_left_out_with_a_line(tmp_path, caplog):
+    """A self-tuned rate is chosen on tasks of the meta-training, and own tasks are none."""
+    task = {"quadratic": {"name": "quadratic", "size": 3}}
+    rivals = {name: {"optimiser": name, "rates": [0.1], "leagues": ["self-tuned"]} for name in ("sgd", "adam")}
+    settings = {"tasks": task, "folder": tmp_path / "run", "steps": 4, "changes": ["seeds=1", "tuning_seeds=1"]}
+    with pytest.raises(UserError, match="competitors: expected at least one, found none with a league here"):
+        l2lopt.benchmark(optimisers=rivals, **settings)
+    rivals["adam"]["leagues"] = ["tuned"]
+    with caplog.at_level(logging.WARNING, "l2lopt"):
+        result = l2lopt.benchmark(optimisers=rivals, **settings)
+    assert {run.optimiser for run in result.runs} == {"adam"}
+    assert "chooses their self-tuned rate: sgd" in " ".join(caplog.messages)
+
+
+def test_several_ranks_forecast_without_sharing_out_anything(tmp_path, monkeypatch, caplog):
+    """The first alone forecasts: what it shared out, the others would never answer."""
+    suite = benchmarks.load_suite("smoke", CHANGES)[1]
+    plan = benchmark_jobs.Plan(suite, (benchmarks.PlannedTask("a", "a", "own", 4, "quadratic"),), tmp_path)
+    monkeypatch.setattr(benchmark_jobs.processes, "ranks", lambda: 2)
+    monkeypatch.setattr(benchmark_jobs, "_task_runs", None)
+    with caplog.at_level(logging.INFO, "l2lopt"):
+        benchmark_jobs._log_forecast(plan, {(0, 0): benchmark_jobs.StepTime(1e-3, 1e-3)}, 1)
+    assert "1 of 1 pairs" in caplog.text
+    assert "shared by 2 processes" in caplog.text
+
+
+def test_jobs_are_refused_under_torchrun(tmp_path, monkeypatch):
+    monkeypatch.setattr(benchmarks.processes, "ranks", lambda: 2)
+    with pytest.raises(UserError, match="jobs: expected 1 under torchrun, found 2"):
+        l2lopt.benchmark("smoke", tmp_path / "run", changes=CHANGES, jobs=2)
 
 
 def test_what_is_not_there_is_left_out_with_a_line(tmp_path, monkeypatch, caplog):

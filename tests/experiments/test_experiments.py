@@ -175,6 +175,25 @@ def test_a_trained_optimiser_is_meta_trained_further(run, tmp_path):
     assert validations(tmp_path / "further")[0] == min(validations(run))
 
 
+def test_weights_that_were_changed_since_are_noticed(run, tmp_path):
+    """Those that a meta-training has begun with: its checkpoint is not gone on from with others."""
+    start = tmp_path / "start.safetensors"
+    start.write_bytes((run / "optimiser.safetensors").read_bytes())
+    further = {**tomllib.loads(configs.dump(configs.load(RECIPE, SMALL))), "optimiser": {"weights": str(start)}}
+    l2lopt.meta_train(further, tmp_path / "further")
+    l2lopt.save(l2lopt.load(tmp_path / "further" / "optimiser.safetensors"), start)
+    with pytest.raises(UserError, match="weights = "):
+        l2lopt.meta_train(further, tmp_path / "further", resume=True)
+
+
+def test_a_validation_of_an_infinite_loss_is_infinite():
+    """Losses beyond the largest number are: the score would else be one, and such a rule would be kept."""
+    config = configs.load({"optimisee": {"name": "quadratic", "size": 4}, "validation": {"seeds": 2, "horizons": [9]}})
+    diverging = optimisers.make("sgd", lr=10.0)
+    (score,) = build.build(config).score(diverging).values()
+    assert score == math.inf
+
+
 @pytest.mark.parametrize(
     ("choice", "message"),
     [

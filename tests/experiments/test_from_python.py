@@ -15,7 +15,7 @@ from l2lopt.core.errors import UserError
 from l2lopt.experiments import build, from_python
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import TrainConfig
-from optimisees import ModuleOptimisee
+from optimisees import ModuleOptimisee, Reparametrised
 from optimisees.data.datasets import InMemory
 
 SOURCE = torch.Generator().manual_seed(0)
@@ -182,6 +182,21 @@ def test_the_device_is_the_optimisees():
     choice = from_python.describe(task := problem())
     with pytest.raises(UserError, match="device: expected cpu, the optimisee's, found meta; set device in make_opt"):
         from_python.matched([task], [choice], torch.device("meta"))
+
+
+def test_what_the_losses_depend_on_is_described():
+    """The samples of an evaluation and their number, and a scale that leaves the loss as it is."""
+    samples = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
+    make = partial(
+        l2lopt.make_optimisee,
+        lambda: nn.Linear(3, 2),
+        nn.functional.cross_entropy,
+        (samples, (samples[:, 0] > 0).long()),
+    )
+    made = [make(), make(evaluation_samples=5), make(evaluation_samples=6)]
+    quadratic = optimisees.make("quadratic", size=3)
+    made += [quadratic, Reparametrised(quadratic, 2.0), Reparametrised(quadratic, 10.0)]
+    assert len({str(from_python.describe(one)) for one in made}) == 6
 
 
 def learned(seed=0):

@@ -408,6 +408,11 @@ def test_a_diverged_run_is_neither_better_nor_worse():
     assert training_study.against(column, "LSTM", *reversed(runs)) == "diverged, it or LSTM"
 
 
+def test_a_tie_is_neither_better_nor_worse():
+    column, runs = Column("", itemgetter("test")), ({"0": {"test": 2.0}}, {"0": {"test": 2.0}})
+    assert training_study.against(column, "LSTM", *runs) == "equal to LSTM on average"
+
+
 def test_warm_up_may_be_as_long_as_the_epochs(tmp_path):
     settings = config(tmp_path, epochs=400, warm_up=1500)
     assert build.build_training(configs.load(settings, kind=TrainConfig)).config.train.warm_up == 1500

@@ -1,7 +1,9 @@
 """The store of free runs: what was made once is read again, what differs is not mistaken for it."""
 
+import importlib
 import json
 import math
+import sys
 
 import pytest
 import torch
@@ -124,3 +126,48 @@ def test_runs_of_an_installed_class_depend_on_its_release(monkeypatch):
     assert facts("numpy.somewhere:Optimiser") == foreign | {"version of numpy": "0.0.1"} != foreign
     assert facts("adam") == ours
     run_facts._versions.cache_clear()
+
+
+MODULE = """
+import torch
+import optimisees
+
+class Halved(torch.optim.SGD):
+    pass
+
+def problem(device="cpu"):
+    return optimisees.make("mlp", hidden=[%d])
+"""
+
+
+def test_runs_of_a_module_of_ones_own_depend_on_what_it_makes(tmp_path, monkeypatch):
+    """Its name stays where its code changes: the problem is described, and the file of a class has a digest."""
+    monkeypatch.syspath_prepend(tmp_path)
+    found = []
+    for width in (2, 3):
+        (tmp_path / "of_my_own.py").write_text(MODULE % width)
+        sys.modules.pop("of_my_own", None)
+        importlib.invalidate_caches()
+        run_facts._versions.cache_clear()
+        made = importlib.import_module("of_my_own").problem()
+        problem = run_facts.problem_facts("of_my_own:problem", made)
+        found.append((problem, run_facts.run_facts({}, Baseline(optimiser="of_my_own:Halved", rates=[0.1]))))
+    sys.modules.pop("of_my_own")
+    (one, one_class), (other, other_class) = found
+    assert one != other
+    assert one_class != other_class
+    named = {"name": "mlp", "hidden": [2]}
+    assert "described" not in run_facts.problem_facts(named, optimisees.build(named))
+
+
+def test_losses_in_float64_come_back_as_they_were(tmp_path):
+    work, third = {"optimisee": "quadratic"}, torch.tensor([1 / 3], dtype=torch.float64)
+    curves = Curves([0, 5], {"test": torch.stack([third, third / 7])}, third, 0.1)
+    cache = FileCache(tmp_path, work)
+    cache({"splits": ["test"]}, lambda: curves)
+    again = cache({"splits": ["test"]}, None)
+    assert torch.equal(again.losses["test"], curves.losses["test"])
+    assert torch.equal(again.first, third)
+    run = OptimiserRun("learned", {split: {0: third, 5: third / 7} for split in ("train", "inner", "test")}, third, 0.1)
+    write_run(tmp_path / "run.json", work, run)
+    assert torch.equal(read_run(tmp_path / "run.json", work).losses["test"][5], third / 7)

@@ -1,6 +1,7 @@
 """Studies: every piece made once, the table a mean over meta-seeds, a stopped study taken up again."""
 
 import json
+import math
 import pickle
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ from killing import interrupted
 from l2lopt.core import memory
 from l2lopt.core.errors import UserError
 from l2lopt.evaluation import comparison, free_runs
+from l2lopt.evaluation.tuned_runs import OptimiserRun
 from l2lopt.experiments import comparison_jobs, comparison_study, cost_forecast, runs
 from l2lopt.report.figures import read
 from optimisees import digits
@@ -208,6 +210,29 @@ def test_a_run_of_another_format_is_made_anew(tmp_path, monkeypatch):
             path.write_text(json.dumps({**facts, "work": {k: v for k, v in facts["work"].items() if k != "format"}}))
     comparison_study.reproduce(source, tmp_path / "run")
     assert len(calls) == 4
+
+
+def test_a_run_of_another_release_of_a_package_is_made_anew(tmp_path, monkeypatch):
+    baseline = {"optimiser": "torch.optim:SGD", "rates": [0.1]}
+    config = {**CONFIG, "evaluation": {**CONFIG["evaluation"], "baselines": [baseline]}}
+    source = written(tmp_path, SECOND, config)
+    comparison_study.reproduce(source, tmp_path / "run")
+    calls = interrupted(monkeypatch, comparison_jobs, "write_run", 99)
+    monkeypatch.setattr(comparison_jobs, "package_version", lambda _: {"version of torch": "0.0.1"})
+    comparison_study.reproduce(source, tmp_path / "run")
+    assert len(calls) == 1  # the baseline; the rules are of this library
+
+
+def test_a_meta_seed_that_diverged_is_in_the_bracket():
+    def run(*ends):
+        losses = {0: torch.full((2,), 2.3), 5: torch.tensor(ends)}
+        return OptimiserRun("learned", {"train": losses, "test": losses}, losses[0], 0.0)
+
+    by_seed = [run(0.3, 0.3), run(0.3, math.nan), run(0.35, 0.35)]
+    result = comparison.compare({"rule": comparison_study._mean_run(by_seed)}, [5], {"rule": by_seed})
+    found = comparison_study.JobResult(result, {"rule": by_seed})
+    assert found.means(result.table[0]) == pytest.approx([0.3, math.inf, 0.35])
+    assert {line.diverged for line in result.table} == {1}
 
 
 def test_without_anything_to_tune_no_held_out_sample_is_needed(tmp_path):

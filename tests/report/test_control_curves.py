@@ -107,10 +107,10 @@ def test_validations_are_told_as_ratios_of_losses(tmp_path, drawn):
     assert ratios["lost"] == pytest.approx([1, 2, 1])
     assert ratios["all"] == pytest.approx([1, math.exp(-0.5), 1])
     np.testing.assert_array_equal(ratios["$"], [1, np.nan, np.nan])
-    validation_curves.validation_curves(found, tmp_path)
+    validation_curves.validation_curves(found, tmp_path, kept=100)  # the last, though 50 has the lowest score
     (figure,) = drawn
     before_it, kept, *lines = figure.axes[0].get_lines()
-    assert (set(before_it.get_ydata()), set(kept.get_xdata())) == ({1.0}, {50.0})
+    assert (set(before_it.get_ydata()), set(kept.get_xdata())) == ({1.0}, {100.0})
     assert [line.get_label() for line in lines] == ["won", "lost", r"\$", "geometric mean"]
     np.testing.assert_array_equal(lines[1].get_ydata(), ratios["lost"])
     figure.draw_without_rendering()
@@ -121,7 +121,7 @@ def test_a_single_problem_is_the_score(tmp_path, drawn):
     assert found.problems == {}
     assert np.isnan(found.ratios()["all"]).all()
     validation_curves.validation_curves(found, tmp_path)
-    assert [line.get_label() for line in drawn[0].axes[0].get_lines()][2:] == ["the problem"]
+    assert [line.get_label() for line in drawn[0].axes[0].get_lines()] == ["before meta-training", "the problem"]
 
 
 def test_a_damaged_record_is_refused_and_none_is_empty(tmp_path):
