@@ -115,6 +115,7 @@ def test_the_readme_has_the_losses_of_figure_3():
     names = {"lstm": "LSTM per tensor", "ihc-lstm": "IHC-LSTM per tensor"}
     assert len(said) == 7
     assert said == {name: table[names.get(name, name.lower())] for name in said}
+    assert f"(with S = 0.04, from which the rules begin: {table['harness, S = 0.04']})" in text
 
 
 def test_what_is_said_of_the_full_network_is_in_its_losses():

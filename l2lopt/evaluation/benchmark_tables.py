@@ -343,7 +343,21 @@ def _sentence(
         parts.append(f"{counts}: {verdicts[entry, other]}")
     overall = _overall(standings, entry)
     mean = f"; interquartile mean {percent(overall.value)}" if overall else ""
-    return f"{entry.label}: {'; '.join(parts)}{mean}."
+    return f"{entry.label}: {'; '.join(parts)}{mean}{_held_out(standings, entry, others)}."
+
+
+def _held_out(standings: Standings, entry: Competitor, others: Sequence[Competitor]) -> str:
+    """The same on the held-out tasks alone, where others count: those may have chosen between rules."""
+    tasks = [task for task in standings.tasks if task.split == "held-out"]
+    if not tasks or len(tasks) == len(standings.tasks):
+        return ""
+    own = standings.finals(entry, tasks).mean(1)
+    counts = [int((own < standings.finals(other, tasks).mean(1)).sum()) for other in others]
+    said = ", ".join(f"{count} of {len(tasks)}" for count in counts)
+    overall = standings.interquartile(entry, tasks)
+    bounds = f" [{percent(overall.low)}, {percent(overall.high)}]" if overall else ""
+    mean = f", interquartile mean {percent(overall.value)}{bounds}" if overall else ""
+    return f"; on the held-out tasks alone, in the same order: lower on {said}{mean}"
 
 
 def leagues_of(standings: Standings) -> list[League]:
