@@ -8,12 +8,12 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.func import vmap
 from torch.utils import _pytree as pytree
 
 from l2lopt.core.errors import UserError
 from l2lopt.core.kinds import Role
 from l2lopt.core.layout import Layout, Params
+from l2lopt.core.phi_rows import mapped_rows
 from l2lopt.core.references import References
 from l2lopt.core.settings import Split as Split
 from l2lopt.core.types import Aux, Batch, Loss, ModuleLoss, ModuleParts, Report, silent, stack
@@ -265,7 +265,7 @@ def over_rows(function: Callable[..., Any]) -> Callable[..., Any]:
     def mapped(*trees: Any) -> Any:
         leaves = pytree.tree_leaves(trees)
         if len(leaves[0]) > 1:
-            return vmap(function)(*trees)
+            return mapped_rows(function)(*trees)
         return pytree.tree_map(lambda leaf: leaf[None], function(*pytree.tree_map(lambda leaf: leaf[0], trees)))
 
     return mapped

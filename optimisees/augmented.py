@@ -4,7 +4,7 @@ Other scales of the parameters, permuted pixels, wrong labels, fewer samples: fr
 optimiser cannot know the few by heart (Metz et al. 2022).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import log
 from typing import Any
 
@@ -141,9 +141,11 @@ def changed_samples(
         if not fits:
             remedy = "change the value"
             raise UserError(f"augmented: {name}", expected="a share", found=str(share), remedy=remedy)
-    data = InMemory(*(part.cpu() for part in problem.data))
+    data, validation = InMemory(*(part.cpu() for part in problem.data)), problem.validation
     if permuted_pixels:
-        data = _permuted(data, generator("permuted pixels", seed))
+        moved = _permutation(data, generator("permuted pixels", seed))
+        data = InMemory(*map(moved, data))
+        validation = validation and (moved(validation[0].cpu()), moved(validation[1].cpu()))
     if label_noise:
         data = data._replace(train_targets=_mislabelled(data.train_targets, label_noise, seed))
     if train_share < 1:
@@ -151,11 +153,11 @@ def changed_samples(
         rows = torch.randperm(count, generator=generator("fewer samples", seed))[: round(train_share * count)].sort()
         inputs, targets = data.train_inputs[rows.values], data.train_targets[rows.values]
         data = data._replace(train_inputs=inputs, train_targets=targets)
-    return problem.with_samples(data)
+    return problem.with_samples(data, validation)
 
 
-def _permuted(data: InMemory, draw: torch.Generator) -> InMemory:
-    """Images [n, channels, height, width] or [n, pixels] with their pixels in one other order."""
+def _permutation(data: InMemory, draw: torch.Generator) -> Callable[[Tensor], Tensor]:
+    """What puts the pixels of images [n, channels, height, width] or [n, pixels] in one other order."""
     shape = data.train_inputs.shape[1:]
     of_images = len(shape) == 3 and data.train_inputs.dtype == torch.uint8
     if not of_images and not (len(shape) == 1 and data.train_inputs.is_floating_point()):
@@ -169,7 +171,7 @@ def _permuted(data: InMemory, draw: torch.Generator) -> InMemory:
             return part
         return part.flatten(2)[:, :, order].view_as(part) if of_images else part[:, order]
 
-    return InMemory(*(moved(part) for part in data))
+    return moved
 
 
 def _mislabelled(labels: Tensor, share: float, seed: int) -> Tensor:

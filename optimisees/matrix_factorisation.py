@@ -74,7 +74,7 @@ def matrix_factorisation(
     where = "matrix-factorisation"
     above_0(where, rows=rows, columns=columns, true_rank=true_rank, rank=rank, scale=scale)
     at_least_0(where, noise=noise)
-    known = round(observed * rows * columns)
+    known = round(observed * rows * columns) if 0 < observed < 1 else 0
     if not 0 < known < rows * columns:
         remedy = "change the value"
         raise UserError(f"{where}: observed", expected="a share in (0, 1)", found=str(observed), remedy=remedy)

@@ -78,14 +78,23 @@ class ModuleOptimisee(Optimisee):
         self._masks = self._try()
         self._whole = {split: self._cut(split, 0) for split in self.sampling.alike}
 
-    def with_samples(self, data: InMemory) -> "ModuleOptimisee":
+    @property
+    def validation(self) -> tuple[Tensor, Tensor] | None:
+        """The inputs and targets of the validation set, if the data have one."""
+        return self._validation
+
+    def with_samples(self, data: InMemory, validation: tuple[Tensor, Tensor] | None = None) -> "ModuleOptimisee":
         """The same model and loss on other samples of the same form, drawn and divided in the same way.
+
+        Args:
+            data: Training and test samples.
+            validation: The validation set, where the data have one.
 
         Raises:
             UserError: For fewer training samples than a batch has.
         """
         sizes = self.batch_size, self.sampling.heldout, self.device, self.evaluation_size
-        rest = self.measures, self.augment, self.sampling.evaluation_samples, self._validation
+        rest = self.measures, self.augment, self.sampling.evaluation_samples, validation
         return ModuleOptimisee(self.factory, self.criterion, data, *sizes, *rest)
 
     def init(self, seed: int) -> tuple[Params, Aux]:
@@ -196,7 +205,13 @@ class ModuleOptimisee(Optimisee):
         buffers = dict(trial.named_buffers())
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             before = torch.get_rng_state()
-            trial(self.data.train_inputs[:2])
+            try:
+                trial(self.data.train_inputs[: min(2, self.batch_size)])
+            except ValueError as error:
+                if "more than 1 value per channel" not in str(error):
+                    raise
+                remedy = "raise it, or take another norm"
+                raise UserError("batch_size", expected="2 or more, for batch norm", found="1", remedy=remedy) from error
             if not torch.equal(before, torch.get_rng_state()):
                 remedy = "use dropout layers, or write an Optimisee that puts the noise into its batch"
                 raise UserError("model", expected="a loss that is pure", found="random numbers in it", remedy=remedy)
@@ -217,7 +232,8 @@ class GivenMask(nn.Module):
 
     Args:
         p: The share dropped.
-        spatial: The mask has size 1 in the last `spatial` axes: whole channels are dropped.
+        spatial: Number of the last axes in which the mask has size 1, so that whole channels are dropped. With 2 these
+            are all axes after the first two: `torch.nn.Dropout2d` takes [n, channels, length] as well.
     """
 
     mask: Tensor
@@ -229,7 +245,8 @@ class GivenMask(nn.Module):
 
     def shape_for(self, x: Tensor) -> tuple[int, ...]:
         """The mask's shape for an input like x."""
-        return (*x.shape[: x.dim() - self.spatial], *[1] * self.spatial)
+        kept = 2 if self.spatial == 2 else x.dim() - self.spatial
+        return (*x.shape[:kept], *[1] * (x.dim() - kept))
 
     def forward(self, x: Tensor) -> Tensor:
         """The input times the mask in training, the input itself in testing."""

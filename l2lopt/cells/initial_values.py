@@ -16,12 +16,12 @@ RAW = {"alpha": 2.0, "beta": 1.0, "kappa": -4.0}
 def init_as_published(cell: Cell) -> Cell:
     """Sets α, β and κ to the published values, and draws a FastGRNN's matrices from N(0, 0.1²); gives the cell back."""
     # By the last part of the name: β is `beta` in a FastGRNN, but `core.beta` behind a highway.
-    parameters = {name.rpartition(".")[-1]: parameter for name, parameter in cell.named_parameters()}
+    parameters = [(name.rpartition(".")[-1], parameter) for name, parameter in cell.named_parameters()]
     with torch.no_grad():
-        for name, parameter in parameters.items():
+        for name, parameter in parameters:
             if name in RAW:
                 parameter.fill_(RAW[name])
-        if "beta" in parameters:  # a FastGRNN, or its core: no other cell has a β
+        if any(name == "beta" for name, _ in parameters):  # a FastGRNN, or its core: no other cell has a β
             for parameter in cell.parameters():
                 if parameter.dim() == 2:
                     nn.init.normal_(parameter, std=0.1)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
+from l2lopt.core.errors import UserError
 from l2lopt.core.layout import Params
 from l2lopt.core.types import Aux, Batch, Carry, Loss, OptimiserState, Update
 
@@ -56,11 +57,31 @@ def row_axes(state: OptimiserState, params: Tensor) -> Axes:
     return coordinates, groups, {name: 0 if value.dim() else None for name, value in state.shared.items()}
 
 
+def mapped_rows(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.func.vmap` of a loss, whose model may have operations that vmap does not know.
+
+    Raises:
+        UserError: For such an operation, where the function is called.
+    """
+
+    def mapped(*trees: Any) -> Any:
+        try:
+            return vmap(function)(*trees)
+        except RuntimeError as error:
+            if "Batching rule not implemented" not in str(error):
+                raise
+            expected, found = "a model that torch.func.vmap runs, for runs side by side", str(error).splitlines()[0]
+            remedy = "set evaluation.rows and validation.rows to 1; of nn.LSTM and its kin: sequence.from_torch"
+            raise UserError("model", expected=expected, found=found, remedy=remedy) from error
+
+    return mapped
+
+
 def losses_of_rows(loss: Loss) -> Loss:
     """The loss of θ [R, *batch, n] and its aux on one batch that all rows share and that is not copied for them."""
 
     def rows(params: Tensor, aux: Aux, batch: Batch) -> tuple[Tensor, Aux]:
-        found: tuple[Tensor, Aux] = vmap(lambda theta, own: loss(theta, own, batch))(params, aux)
+        found: tuple[Tensor, Aux] = mapped_rows(lambda theta, own: loss(theta, own, batch))(params, aux)
         return found
 
     return rows

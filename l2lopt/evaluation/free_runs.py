@@ -27,6 +27,7 @@ from l2lopt.kernels.graph import NotCompiledError
 from l2lopt.kernels.inner_step import InnerSteps, compiled_steps, eager_steps
 from l2lopt.optimisee import BatchesOfRows, Optimisee, Split, evaluate_rows, flat_loss, init_rows
 from l2lopt.optimisers import Optimiser
+from l2lopt.optimisers.schedules import set_mode
 from l2lopt.parallel import processes
 
 Backend: TypeAlias = Literal["eager", "compile"]
@@ -190,7 +191,8 @@ def _one_by_one(factory: OptimizerFactory, optimisee: Optimisee, seed: int, cour
         flat = layout.ravel(params).detach()
         lost = lost or (step > 0 and _lost(value[None], flat))
         if step in marks:
-            _set_mode(optimizers, "eval")  # moves the parameters of schedule-free optimisers
+            for optimizer in optimizers:
+                set_mode(optimizer, "eval")  # moves the parameters of schedule-free ones
             start, flat, rows = time.perf_counter(), layout.ravel(params).detach()[None], stack([aux])
             for split in splits:
                 nothing = flat.new_full((1,), torch.nan)
@@ -199,7 +201,8 @@ def _one_by_one(factory: OptimizerFactory, optimisee: Optimisee, seed: int, cour
             course.report(course.stage, step, last, {split: float(losses[split][-1]) for split in splits})
         if step < last and not lost:
             start = time.perf_counter()
-            _set_mode(optimizers, "train")
+            for optimizer in optimizers:
+                set_mode(optimizer, "train")
             value, aux, lost = _torch_step(optimizers, optimisee, params, aux, optimisee.batch(course.fit, seed, step))
             first = value if step == 0 else first
             seconds += _since(start, flat)
@@ -238,14 +241,6 @@ def _torch_step(
             raise
         return value, after, True  # a class that refuses to go on from numbers that are none: the run has diverged
     return value, after, False
-
-
-def _set_mode(optimizers: Sequence[Optimizer], mode: str) -> None:
-    """Calls `train` or `eval` of those optimisers that have them, which is how schedule-free ones tell them apart."""
-    for optimizer in optimizers:
-        switch = getattr(optimizer, mode, None)
-        if callable(switch):
-            switch()
 
 
 def _lost(losses: Tensor, params: Tensor) -> bool:

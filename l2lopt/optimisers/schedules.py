@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -108,6 +109,13 @@ def set_rates(optimizer: torch.optim.Optimizer, rates: Sequence[float]) -> None:
     """Gives every parameter group of a `torch.optim.Optimizer` its rate, in the order of the groups."""
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
+
+
+def set_mode(optimizer: torch.optim.Optimizer, mode: Literal["train", "eval"]) -> None:
+    """Calls `train` or `eval` of an optimiser that has them: schedule-free ones evaluate elsewhere than they step."""
+    switch = getattr(optimizer, mode, None)
+    if callable(switch):
+        switch()
 
 
 class Scheduled(Optimiser):

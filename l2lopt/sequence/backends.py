@@ -20,7 +20,7 @@ RUNS: dict[str, Run] = {
     "torch": torch_lstm.run,
     "loop": loop.run,
 }
-"""Name → `run(cell, x, state, lengths, reverse)`; all give the same numbers."""
+"""Name → `run(cell, x, state, lengths, reverse)`; all give the same numbers, some in float32 under autocast."""
 
 
 def check_backend(backend: str) -> str:

@@ -60,8 +60,9 @@ def imitate(
     For `runs` runs of each problem every pair of a factor of the step and one of the decay is tried, as rows of one
     run. The constants of a run are the mean of all pairs in the space of the controls with the weights
     softmax(−L / temperature), L the meta-loss divided by the steps: the best pair where it stands out, and near the
-    mean of all where nothing is told apart. A run with these constants then tells the facts of every step, and φ is
-    fitted by Adam to the mean square of outputs less those of the constants.
+    mean of all where nothing is told apart. The harness counts twice in it where the grid has its pair. A run with
+    these constants then tells the facts of every step, and φ is fitted by Adam to the mean square of outputs less those
+    of the constants.
 
     Everything is a function of φ, the seed and the settings, whatever the number of ranks.
 
@@ -78,7 +79,7 @@ def imitate(
         UserError: For another rule, or an estimator that does not run many rules side by side.
     """
     rule, estimator = _checked(optimiser, estimator)
-    lessons: list[Lesson] = []
+    unrolls, lessons = unrolls.model_copy(update={"curriculum": 0}), list[Lesson]()  # lessons are whole runs
     for number, problem in enumerate(optimisees):
         own = seed_of("imitation", seed, number)
         runs = InnerRuns(optimiser, [problem], estimator, unrolls, settings.runs, own)

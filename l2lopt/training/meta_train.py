@@ -154,9 +154,7 @@ class _MetaTraining:
         records: Recorder,
     ) -> None:
         self.optimiser, self.runs, self.settings, self.score, self.records = optimiser, runs, settings, score, records
-        self.meta_optimiser: MetaOptimiser = Adam(optimiser, runs, settings)
-        if settings.cma is not None:
-            self.meta_optimiser = CMAES(optimiser, runs, settings.cma)
+        self.meta_optimiser = self._new_meta_optimiser()
         self.update, self.result = 0, MetaTrained(_copy(optimiser.phi()))
 
     @property
@@ -171,7 +169,15 @@ class _MetaTraining:
         if settings is None or self.update:
             return
         figures = imitate(self.optimiser, runs.optimisees, runs.estimator, runs.settings, settings, runs.seed, report)
+        # CMA-ES keeps a mean of its own, which begins at the φ that it was made with.
+        self.meta_optimiser = self._new_meta_optimiser()
         self.records.write("imitation", 0, figures)
+
+    def _new_meta_optimiser(self) -> MetaOptimiser:
+        """The optimiser of φ that the settings name, before its first step."""
+        if self.settings.cma is not None:
+            return CMAES(self.optimiser, self.runs, self.settings.cma)
+        return Adam(self.optimiser, self.runs, self.settings)
 
     def step(self) -> dict[str, float]:
         """The next meta-update; gives its figures."""

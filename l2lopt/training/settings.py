@@ -31,7 +31,8 @@ class Targets(Settings):
     next: NonNegativeFloat = 1.0
     """The weight of the loss on the next training batch."""
     same: NonNegativeFloat = 0.0
-    """The weight of the loss on the batch whose gradient made the update."""
+    """The weight of the loss on the batch whose gradient made the update. A recurrent language model reads it from the
+    state at that batch's end, as any other batch."""
     heldout: NonNegativeFloat = 0.0
     """The weight of the loss on samples that the run's inner steps never see; every run holds out other samples."""
     end: NonNegativeFloat = 0.0
@@ -137,7 +138,7 @@ class MetaTrainSettings(Settings):
     warm_up: NonNegativeInt = 10
     """The number of meta-updates over which the rate rises linearly to its highest."""
     schedule: Schedule = "cosine"
-    """The shape in which the rate then falls to `final` at the last meta-update."""
+    """The shape in which the rate then falls to `final`, which it would have one meta-update after the last."""
     final: Annotated[float, Field(ge=0, le=1)] = 0.0
     """The rate at the end, divided by the highest rate."""
     clip: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 1.0
@@ -189,8 +190,8 @@ class TrainSettings(Settings):
     clip: PositiveFloat | None = None
     """The largest norm of the gradient over all parameters; none: the gradient is not clipped."""
     schedule: Literal["constant", "cosine"] = "constant"
-    """The shape of the optimiser's rate (of a learned optimiser's whole update); `cosine` falls to 0 at the last
-    step."""
+    """The shape of the optimiser's rate (of a learned optimiser's whole update); `cosine` falls to 0, which it
+    would have one step after the last."""
     warm_up: NonNegativeInt = 0
     """The number of steps over which the rate first rises linearly."""
     patience: PositiveInt | None = None

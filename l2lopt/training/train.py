@@ -13,7 +13,7 @@ from l2lopt.core.layout import Params
 from l2lopt.core.seeding import seed_of
 from l2lopt.core.types import Aux, Batch, Report, detach, silent
 from l2lopt.optimisee import Optimisee, StepInfo, evaluate_split
-from l2lopt.optimisers.schedules import set_rates
+from l2lopt.optimisers.schedules import set_mode, set_rates
 from l2lopt.storage.checkpoint import Checkpoint, NoCheckpoint, fitting, pack, restoring, unpack
 from l2lopt.storage.run_log import NoRecords, Recorder
 from l2lopt.torch_optim.parameter_groups import inform
@@ -159,6 +159,7 @@ class _Training:
         is recorded.
         """
         self.steps_made += 1
+        set_mode(self.optimizer, "train")
         with self.clock:
             # By number and not from an iterator: a run that goes on needs no batches from before.
             batch = self.optimisee.batch(self.settings.splits[0], self.seed, self.steps_made - 1)
@@ -180,6 +181,7 @@ class _Training:
         A loss that is not finite ends training.
         """
         split = self.settings.splits[1]
+        set_mode(self.optimizer, "eval")
         figures = evaluate_split(self.optimisee, split, self.seed, self._averaged_params, self.aux)
         self.records.write(split, self.steps_made, figures)
         self.watched.append(figures)
@@ -195,6 +197,7 @@ class _Training:
 
     def result(self, report: Report) -> Trained:
         """The best parameters under early stopping, else the last, and their figures on the split `test`."""
+        set_mode(self.optimizer, "eval")
         last = {"params": self._averaged_params, "aux": self.aux, "step": self.steps_made}
         end = self.best or {**last, "evaluation": len(self.watched)}
         metrics = evaluate_split(self.optimisee, "test", self.seed, end["params"], end["aux"])

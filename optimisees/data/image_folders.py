@@ -45,6 +45,11 @@ def from_folder(folder: Path, size: int | None = None, test_share: float = 0.2) 
         if not 0 < cut < len(files):
             found, remedy = f"{cut} to train of {len(files)}", "change test_share, or add images"
             raise UserError(str(folder), expected="images to train and to test", found=found, remedy=remedy)
+        trained_on = {files[index].label for index in order[:cut].tolist()}
+        if len(trained_on) < len(classes):
+            absent = ", ".join(label for label in classes if label not in trained_on)
+            expected, remedy = "a training image of each class", "add images there, change test_share, or leave it out"
+            raise UserError(str(folder), expected=expected, found=f"none of {absent}", remedy=remedy)
     number = {label: index for index, label in enumerate(classes)}
     labels = torch.tensor([number[file.label] for file in files])
     images = _decoded(folder, tuple(files), size)

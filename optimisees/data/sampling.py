@@ -42,6 +42,8 @@ class Sampling:
         if not 1 <= batch_size <= train:
             expected = f"from 1 to the {train} training samples"
             raise UserError("batch_size", expected=expected, found=str(batch_size), remedy="change the value")
+        if test < 1:
+            raise UserError("test", expected="at least one test sample", found="none", remedy="give some")
         self.train, self.test, self.batch_size, self.heldout = train, test, batch_size, heldout
         self.evaluation_samples, self.valid = evaluation_samples, valid
 

@@ -66,6 +66,9 @@ def continuation(
         for _ in range(tokens):
             # On the CPU, where the generator is: it draws the same from a seed whatever the device.
             logits = logits_after(given).cpu().double()
+            if not logits.isfinite().all():
+                expected, remedy = "finite logits", "train it again, at a lower rate"
+                raise UserError("sample", expected=expected, found="a model that has diverged", remedy=remedy)
             if temperature:
                 # The largest is taken off first: a small temperature could make the quotients overflow.
                 chances = ((logits - logits.max()) / temperature).softmax(0)

@@ -44,7 +44,8 @@ def retrieval(distances: Tensor, labels: Tensor, subjects: Tensor, ks: tuple[int
     from sklearn.metrics import average_precision_score  # seconds to import, and only these functions need it
     from sklearn.neighbors import KNeighborsClassifier, NearestNeighbors
 
-    d, y = distances.cpu().double().numpy(), labels.cpu().numpy()
+    # A cosine of nearly 1 may round above it.
+    d, y = distances.cpu().double().clamp(min=0).numpy(), labels.cpu().numpy()
     hits, right = {k: 0 for k in ks}, {k: 0 for k in ks}
     precisions = []
     for subject in subjects.unique().tolist():

@@ -549,3 +549,9 @@ def test_pairs_that_are_none_are_refused(shape):
     x = torch.zeros(shape)
     with pytest.raises(UserError, match=r"coupled-gru: x: expected \[N, 2, ...\], found shape .*stack left and right"):
         cells.make("coupled-gru", 3, 4).initial_state(x)
+
+
+def test_the_published_initial_values_are_those_of_every_layer():
+    stacked = cells.init_as_published(cells.make("stacked", 4, 4, cell="irc-gru", layers=3))
+    found = [value.detach().unique().tolist() for name, value in stacked.named_parameters() if name.endswith("alpha")]
+    assert found == [[2.0]] * 3

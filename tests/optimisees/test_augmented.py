@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.func import grad
 
 from l2lopt.core.errors import UserError
-from optimisees import augmented, mlp, parametric
+from optimisees import ModuleOptimisee, augmented, mlp, parametric
 from optimisees.data.artificial_text import artificial_texts
 from optimisees.data.text import artificial
 
@@ -138,3 +138,14 @@ def test_an_autoencoder_aims_at_the_permuted_pixels():
 def test_what_makes_no_sense_is_refused(choice, options, found):
     with pytest.raises(UserError, match=found):
         augmented(choice, **options)
+
+
+def with_validation(device="cpu"):
+    plain = mlp(dtype="float64", device=device)
+    return ModuleOptimisee(plain.factory, plain.criterion, plain.data, validation=plain.data[2:])
+
+
+def test_a_validation_set_is_permuted_as_the_others_are():
+    made = augmented("test_augmented:with_validation", permuted_pixels=True)
+    laws.assert_same(made.validation, tuple(made.data[2:]))
+    assert not torch.equal(made.validation[0], with_validation().validation[0])

@@ -414,3 +414,14 @@ def test_a_root_is_made_for_what_is_fetched(tmp_path, monkeypatch):
     assert fetched == [(True, True)]
     with pytest.raises(UserError, match=r"a folder that holds MNIST/raw/.*, found .*other, which is no folder; make"):
         images.load("mnist", data=str(tmp_path / "other"))
+
+
+def test_every_class_has_a_training_image(folder):
+    """A class of one image, which the random share for testing takes whole."""
+    source = folder / "train"
+    for label in sorted(path.name for path in source.iterdir())[1:]:
+        for number, image in enumerate(sorted((source / label).iterdir())):
+            if number:
+                image.unlink()
+    with pytest.raises(UserError, match="expected a training image of each class, found none of"):
+        images.load(str(source), test_share=0.8)

@@ -20,8 +20,9 @@ from l2lopt.core.seeding import generator
 from l2lopt.experiments import comparison_study
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import TrainConfig
-from optimisees.data.text import Corpus, Vocabulary
+from optimisees.data.text import EOS, Corpus, Vocabulary
 from optimisees.language import language_model
+from optimisees.language.artefacts import continuation
 from optimisees.language.language_model import LanguageModel
 from optimisees.language.windows import cut_windows
 
@@ -410,3 +411,9 @@ def test_an_optimiser_is_meta_trained_and_compared(tmp_path):
     training = {"threads": 1, "optimisee": config["optimisee"], "optimiser": optimiser}
     trained = l2lopt.train(training, tmp_path / "trained", changes=["train.epochs=1"])
     assert math.isfinite(trained.metrics["perplexity"])
+
+
+def test_a_model_that_has_diverged_writes_nothing():
+    vocabulary = Vocabulary(("a", EOS), "word")
+    with pytest.raises(UserError, match="sample: expected finite logits, found a model that has diverged"):
+        list(continuation(lambda _: torch.tensor([math.nan, 0.0]), vocabulary, torch.tensor([0]), 3, 1.0, 0))

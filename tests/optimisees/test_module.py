@@ -1,5 +1,6 @@
 """Modules as optimisees: batch norm and dropout equal ordinary training; hidden randomness is refused."""
 
+import math
 from functools import partial
 
 import laws
@@ -231,3 +232,60 @@ def test_every_run_tells_the_optimiser_what_the_modules_parameters_are_and_how_l
     train(task, factory, TrainSettings(steps=3))
     (group,) = made[0].param_groups
     assert (group["kind"], group["steps"]) == (kinds, 3)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "mask"),
+    [
+        (nn.Dropout(0.5), (4, 5, 6), (4, 5, 6)),
+        (nn.Dropout1d(0.5), (4, 5, 6), (4, 5, 1)),
+        (nn.Dropout2d(0.5), (4, 5, 6, 3), (4, 5, 1, 1)),
+        (nn.Dropout2d(0.5), (4, 5, 6), (4, 5, 1)),
+        (nn.Dropout3d(0.5), (4, 5, 6, 3, 2), (4, 5, 1, 1, 1)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:dropout2d. Received a 3D input")
+def test_masks_have_the_shape_of_what_pytorch_drops(layer, shape, mask):
+    task = ModuleOptimisee(
+        lambda: nn.Sequential(layer, nn.Flatten(), nn.Linear(math.prod(shape[1:]), 2)),
+        nn.functional.cross_entropy,
+        InMemory(*(torch.ones(4, *shape[1:]), torch.zeros(4).long()) * 2),
+        batch_size=4,
+    )
+    ((_, found),) = task.batch("train", 0, 0)["masks"].items()
+    assert found.shape == mask
+    dropped = layer(torch.ones(shape)).broadcast_to(shape)
+    for axis, size in enumerate(mask):
+        if size == 1:  # nothing varies there
+            assert torch.equal(dropped, dropped.narrow(axis, 0, 1).expand(shape))
+
+
+def test_batch_norm_needs_two_samples():
+    data = InMemory(*(torch.randn(4, 3), torch.zeros(4).long()) * 2)
+    with pytest.raises(UserError, match="batch_size: expected 2 or more, for batch norm, found 1"):
+        ModuleOptimisee(lambda: nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), nn.functional.cross_entropy, data, 1)
+
+
+def test_a_problem_has_a_test_sample():
+    data = InMemory(torch.randn(4, 3), torch.zeros(4).long(), torch.randn(0, 3), torch.zeros(0).long())
+    with pytest.raises(UserError, match="test: expected at least one test sample, found none"):
+        ModuleOptimisee(lambda: nn.Linear(3, 2), nn.functional.cross_entropy, data, 2)
+
+
+class Recurrent(nn.Module):
+    """A layer that `torch.func.vmap` does not know."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.LSTM(1, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.layer(x[..., None])[0][:, -1]
+
+
+def test_what_vmap_does_not_know_runs_by_itself():
+    data = InMemory(*(torch.randn(8, 3), torch.arange(8) % 2) * 2)
+    task = ModuleOptimisee(Recurrent, nn.functional.cross_entropy, data, 4)
+    with pytest.raises(UserError, match=r"model: expected a model that torch.func.vmap runs.*rows to 1"):
+        run_free(optimisers.SGD(0.1), task, [0, 1], [2])
+    assert run_free(optimisers.SGD(0.1), task, [0], [2]).losses["test"].isfinite().all()

@@ -107,3 +107,10 @@ def test_time_warping_without_a_band_is_euclidean_and_of_all_pairs_in_batches():
     assert torch.equal(found, found.T)
     with pytest.raises(UserError, match="time warping: band"):
         warped(x, x, -1)
+
+
+def test_a_distance_that_rounds_below_0_is_0():
+    distances, labels, subjects = made(seed=0)
+    below = torch.where(distances < distances.median(), -1e-7, distances)
+    found = retrieval(below, labels, subjects, (1, 3))
+    assert found.recall == retrieval(below.clamp(min=0), labels, subjects, (1, 3)).recall

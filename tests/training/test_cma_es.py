@@ -295,3 +295,13 @@ def test_the_forecast_knows_the_number_of_members(monkeypatch):
     cost_forecast.measure_costs(experiment)
     count = sum(value.numel() for value in experiment.optimiser.phi().values())
     assert set(rows) == {5 + math.floor(3 * math.log(count))}
+
+
+def test_it_goes_on_from_what_was_imitated(quadratic):
+    """Its mean is its own: made before the imitation, it would throw that away at the first update."""
+    rule = optimisers.make("hierarchical", cell="lstm", hidden_size=3, lr=0.3).double()
+    imitation = {"steps": [3.0], "decays": [1.0], "runs": 1, "updates": 40, "rate": 0.1}
+    cma = {"population": 4, "sigma": 1e-6}
+    before = rule.phi()["head.bias"].detach().clone()
+    train(rule, quadratic, EvolutionStrategies(pairs=1), updates=1, cma=cma, imitation=imitation, keep="last")
+    assert (rule.phi()["head.bias"] - before).abs().max() > 0.1

@@ -112,3 +112,10 @@ def test_what_cannot_imitate_is_refused(problem, optimiser, estimator, message):
     learned = optimisers.make(**optimiser)
     with pytest.raises(UserError, match=message):
         imitate(learned, [problem], estimators.make(estimator), UNROLLS, settings())
+
+
+def test_lessons_are_whole_runs_whatever_the_curriculum(problem):
+    gains = []
+    for unrolls in (UNROLLS, UNROLLS.model_copy(update={"curriculum": 50})):
+        gains.append(imitate(rule(), [problem], es(), unrolls, settings(updates=1), seed=0)["gain"])
+    assert gains[0] == gains[1]

@@ -320,3 +320,33 @@ def test_a_checkpoints_keys_are_those_of_earlier_versions(tmp_path):
     state = unpack(header["facts"]["place"], tensors)
     assert [*state] == ["params", "aux", "step", "diverged", "watched", "best", "mean", "averaged", "optimizer"]
     assert [*state["best"]] == ["evaluation", "loss", "step", "params", "aux"]
+
+
+class TwoPlaced(torch.optim.SGD):
+    """Steps at one place, and is evaluated one higher, as schedule-free optimisers are elsewhere."""
+
+    here = "train"
+
+    def _move(self, mode, change):
+        if self.here != mode:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.data += change
+        self.here = mode
+
+    def train(self):
+        self._move("train", -1.0)
+
+    def eval(self):
+        self._move("eval", 1.0)
+
+    def step(self, closure=None):
+        assert self.here == "train"
+        return super().step(closure)
+
+
+def test_an_optimiser_with_modes_is_told_them():
+    task = optimisees.make("quadratic", size=3)
+    plain = training.train(task, partial(torch.optim.SGD, lr=0.01), TrainSettings(steps=6, evaluate_every=2))
+    other = training.train(task, partial(TwoPlaced, lr=0.01), TrainSettings(steps=6, evaluate_every=2))
+    laws.assert_close(other.params["theta"], plain.params["theta"] + 1, 1e-5)

@@ -65,7 +65,9 @@ class ByHand(torch.autograd.Function):
             # `prepare` is a few operations on the weights alone, so autograd differentiates it: its small graph is
             # stored, and `_pulled_back` goes through it after the hand-derived part.
             with torch.enable_grad():
-                leaves = {name: w.detach().requires_grad_(w.requires_grad) for name, w in weights.items()}
+                # Weights made under `inference_mode` require a gradient, but cannot have one.
+                wanted = {name: w.requires_grad and not w.is_inference() for name, w in weights.items()}
+                leaves = {name: w.detach().requires_grad_(wanted[name]) for name, w in weights.items()}
                 prepared = call.sweep.prepare(leaves)
             dtype = next(iter(weights.values())).dtype
             state = {name: value.to(dtype) for name, value in state.items()}
