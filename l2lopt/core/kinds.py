@@ -10,15 +10,18 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from l2lopt.core.errors import UserError, did_you_mean
 
 Kind: TypeAlias = Literal["matrix", "vector", "embedding", "head"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 EMBEDDING = re.compile(r"(^|[._])(\w*embed\w*|emb|wte|wpe|pos|position|positions)([._]|$)")
-POSITIONS = re.compile(r"(^|[._])(wpe|pos|position|positions|pos\w*embed\w*|embed\w*pos\w*)([._]|$)")
-"""Embeddings of places, whose number says nothing about how many tokens there are."""
+POSITIONS = re.compile(
+    r"(^|[._])(wpe|pos|position|positions|pos\w*embed\w*|embed\w*pos\w*|token_type\w*|segment\w*)([._]|$)"
+)
+"""Embeddings of places and parts, whose number says nothing about how many tokens there are."""
 HEAD = re.compile(r"(^|[._])(lm_head|unembed\w*)([._]|$)")
 STACKED = re.compile(r"(^|[._])(qkv|in_proj_weight|in_proj|c_attn|Wqkv)([._]|$)")
 
@@ -69,39 +72,50 @@ def roles_in(module: nn.Module) -> dict[str, Role]:
     """The roles of a module's parameters by name, from the classes that they belong to.
 
     An embedding is the weight of an `nn.Embedding` or `nn.EmbeddingBag`, also where a head is tied to it. A head is
-    the weight of the last linear layer with as many outputs as an embedding of tokens has entries. The projections of
-    `nn.MultiheadAttention` are a stack of three matrices, the weights of recurrent layers one of a matrix per gate.
-    What no class tells is judged by `roles`.
+    the weight of the last linear layer with as many outputs as an embedding of tokens has entries, unless a linear
+    layer behind it takes as many inputs. The projections of `nn.MultiheadAttention` are a stack of three matrices, the
+    weights of recurrent layers one of a matrix per gate, and all parameters of a norm vectors. What no class tells, and
+    a weight that is computed of other parameters, as by `torch.nn.utils.parametrizations`, is judged by `roles`.
     """
     parameters = dict(module.named_parameters())
     found = dict(zip(parameters, roles(list(parameters), [p.shape for p in parameters.values()]), strict=True))
     # By identity: of tied weights `named_parameters` has the first name alone.
     name_of = {id(parameter): name for name, parameter in parameters.items()}
+
+    def say(parameter: Tensor, role: Role) -> None:
+        if (name := name_of.get(id(parameter))) is not None:  # none: computed of other parameters
+            found[name] = role
+
     named = [(name, part) for name, part in module.named_modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
     tables = [table for _, table in named]
     tokens = {table.num_embeddings for name, table in named if not POSITIONS.search(name)}
     linear = [part for part in module.modules() if isinstance(part, nn.Linear)]
-    for layer in linear:
-        # A linear layer that is called an embedding, of image patches for instance, is a matrix.
-        if found[name_of[id(layer.weight)]].kind == "embedding":
-            found[name_of[id(layer.weight)]] = _shaped(layer.weight.shape)
+    for part in module.modules():
+        # What a layer calls an embedding, of image patches for instance, is a matrix where its class is none.
+        if isinstance(part, nn.Linear) or type(part).__module__.startswith("torch.nn.modules."):
+            for parameter in part.parameters(recurse=False):
+                if found[name_of[id(parameter)]].kind == "embedding":
+                    say(parameter, _shaped(parameter.shape))
     shared = {id(table.weight) for table in tables}
     if any(id(layer.weight) in shared for layer in linear):
         # The head is tied: what names and shapes took for one, a last matrix as wide as there are tokens, is none.
         found |= {name: _shaped(parameters[name].shape) for name, role in found.items() if role.kind == "head"}
-    heads = [layer.weight for layer in linear if layer.out_features in tokens]
-    if heads:
-        found[name_of[id(heads[-1])]] = Role("head")
+    last = max((place for place, layer in enumerate(linear) if layer.out_features in tokens), default=None)
+    if last is not None and all(layer.in_features != linear[last].out_features for layer in linear[last + 1 :]):
+        say(linear[last].weight, Role("head"))
     for part in module.modules():
         if isinstance(part, nn.MultiheadAttention) and part.in_proj_weight is not None:
-            found[name_of[id(part.in_proj_weight)]] = Role("matrix", 3)
+            say(part.in_proj_weight, Role("matrix", 3))
+        if isinstance(part, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm | _NormBase):
+            for parameter in part.parameters(recurse=False):
+                say(parameter, Role("vector"))
         if isinstance(part, nn.RNNBase):
             gates = {"LSTM": 4, "GRU": 3}.get(part.mode, 1)
             for name, weight in part.named_parameters(recurse=False):
                 if name.startswith(("weight_ih", "weight_hh")):
-                    found[name_of[id(weight)]] = Role("matrix", gates)
+                    say(weight, Role("matrix", gates))
     for table in tables:
-        found[name_of[id(table.weight)]] = Role("embedding")
+        say(table.weight, Role("embedding"))
     return found
 
 

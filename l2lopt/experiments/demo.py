@@ -6,6 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal, TypeAlias
 
+from l2lopt.core.errors import UserError
 from l2lopt.core.types import Report, silent
 from l2lopt.evaluation.comparison import Evaluation
 from l2lopt.evaluation.tuned_runs import Problems, optimiser_run
@@ -34,8 +35,8 @@ def demo(
         report: Progress.
 
     Raises:
-        UserError: For a mistake in the changes, files in the folder that no run has left, or several processes of
-            `torchrun`.
+        UserError: For a mistake in the changes, a folder that holds anything but an earlier demo, or several processes
+            of `torchrun`.
 
     Example:
         >>> import l2lopt
@@ -45,12 +46,22 @@ def demo(
     """
     processes.alone("demo")
     config = configs.load(configs.demo(), changes)
-    with run_folder.claimed(run, overwrite=True, resume=False):
+    build.build(config)  # a mistake is said before anything is replaced
+    with run_folder.claimed(run, overwrite=_is_demo(Path(run), config), resume=False):
         pass  # a folder that cannot be had is said before two processes have started, which takes seconds
     with TemporaryDirectory(prefix="l2lopt-demo-") as cache:
         run_jobs(partial(_make, config, Path(run), cache), PARTS, len(PARTS), report)
         result = runs.evaluate(run, cache=cache, report=report)
     return result, runs.plot(run)
+
+
+def _is_demo(folder: Path, config: Config) -> bool:
+    """Whether a folder holds a meta-training on the demo's problems, or on those of its config with changes."""
+    try:
+        earlier = configs.meta_training_config(folder, ())
+    except UserError:
+        return False
+    return any(earlier.problems == one.problems for one in (config, configs.load(configs.demo())))
 
 
 def _make(config: Config, folder: Path, cache: str, part: Part, report: Report) -> None:

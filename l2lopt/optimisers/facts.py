@@ -16,6 +16,8 @@ from l2lopt.core.layout import Layout, Params
 
 TINY = 1e-30
 """The least mean square."""
+LARGEST_MEAN = 1e37
+"""What a mean beyond the largest number counts as."""
 SLOW = 0.98
 """Decay rate of the slow running means."""
 FAST = 0.9
@@ -187,6 +189,11 @@ def initial_memory(names: Sequence[str], layout: Layout, zero: Tensor) -> Params
     # Remembered, as a vector may later be updated in parts, where a tensor has another place.
     depth = torch.linspace(-1, 1, len(layout.names), dtype=zero.dtype, device=zero.device)
     return {name: depth.expand_as(zero).clone() if name == "depth" else zero.clone() for name in names}
+
+
+def finite_means(means: Params) -> Params:
+    """The means; those of finite squares that are beyond the largest number are large numbers, which have a ratio."""
+    return {name: value.nan_to_num(0.0, LARGEST_MEAN, -LARGEST_MEAN) for name, value in means.items()}
 
 
 def remembered(memory: Params, means: Params) -> Params:

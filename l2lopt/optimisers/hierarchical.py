@@ -213,6 +213,7 @@ class Hierarchical(Optimiser):
             rate: η s_t.
         """
         like, phi = memory["idle"], self.head.weight
+        means = facts_module.finite_means(means)
         after = facts_module.remembered(memory, means)
         x = facts_module.stated(self.facts, layout, means, after, shared["step"], shared["total_steps"], losses)
         before = {name: memory[f"cell.{name}"].to(phi.dtype) for name in self.cell.state_sizes}

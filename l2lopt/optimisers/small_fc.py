@@ -129,7 +129,7 @@ class SmallFC(Optimiser):
 
     def _accumulated(self, g: Tensor, old: dict[str, Tensor], layout: Layout) -> dict[str, Tensor]:
         """The running means after this step."""
-        square = g.square()
+        square = g.square().clamp(max=1e30)  # the mean of many must be a number, too
         fresh = {"m": g, "v": square}
         for name in ("row", "column", "both"):
             fresh[name] = layout.whole(name, partial(_means, which=name), square + 1e-30)

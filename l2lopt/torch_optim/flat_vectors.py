@@ -40,6 +40,7 @@ class FlatVector:
         fan_ins: Fan-in of each parameter, found among all parameters of its group.
         roles: Role of each parameter, found among all parameters of its group.
         steps: Number of steps of the run; None where it is not known.
+        told: What the group says of its parameters.
     """
 
     def __init__(
@@ -49,19 +50,22 @@ class FlatVector:
         fan_ins: tuple[int, ...],
         roles: tuple[Role, ...],
         steps: int | None = None,
+        told: tuple[Any, ...] = (),
     ) -> None:
         self.params, self.states = list(params.values()), list(states)
         self.layout = replace(sharding.layout_of(params), fan_ins=fan_ins, roles=roles)
-        self._steps = steps
+        self._steps, self._told = steps, told
         self._is_distributed = sharding.is_distributed(self.params[0])
         self._shown: list[Params] = [{} for _ in self.params]  # the tensors that this vector has put into `states`
         self._buffers: dict[str, OptimiserState] = {}  # by prefix
         self._blocks: dict[str, list[Block]] = {}  # by prefix
         self._copies: Params = {}
 
-    def is_current(self, params: Sequence[Tensor], states: Sequence[dict[str, Any]], steps: int | None) -> bool:
+    def is_current(
+        self, params: Sequence[Tensor], states: Sequence[dict[str, Any]], steps: int | None, told: tuple[Any, ...] = ()
+    ) -> bool:
         """Whether it has exactly these parameters in a run of `steps`, and nobody has replaced a tensor in `states`."""
-        if len(params) != len(self.params) or steps != self._steps:
+        if len(params) != len(self.params) or steps != self._steps or told != self._told:
             return False
         # By identity: who loads or replaces a state puts other tensors there, and the buffers here are then stale.
         for param, mine, state, kept, shown in zip(params, self.params, states, self.states, self._shown, strict=True):

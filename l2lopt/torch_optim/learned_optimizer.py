@@ -2,7 +2,8 @@
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from itertools import chain, product
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
+from torch.utils import _pytree as pytree
 
 from l2lopt import kernels, optimisers
 from l2lopt.core.errors import UserError
@@ -147,14 +149,16 @@ class LearnedOptimizer(torch.optim.Optimizer):
         return self._rules
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_rules": self._rules}  # torch.optim copies its own attributes only
+        state = {**super().__getstate__(), "_rules": self._rules}  # torch.optim copies its own attributes only
+        # A view would be pickled with all of its storage, which all parameters share.
+        return {**state, "state": pytree.tree_map_only(Tensor, _compact, state["state"])}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Continues from a copy or a state dict; the state of other rules is refused before anything changes."""
         for group, saved in zip(self.__dict__.get("param_groups", []), state["param_groups"], strict=False):
             check_rules(group, saved, self._rules, state["state"])
             check_options({**group, **saved})
-            check_shapes(group, self._rules, state["state"])
+            check_shapes(group | {"fallen_back": saved.get("fallen_back")}, self._rules, state["state"])
             saved["steps"] = steps_of(group, saved)
             for name in ("kind", "split", "fan_in"):
                 saved.setdefault(name, group[name])
@@ -177,9 +181,13 @@ class LearnedOptimizer(torch.optim.Optimizer):
         elif "weights" in param_group and not self._rules[group["weights"]].phi():
             group["fallback"] = None
         check_options(group)
-        super().add_param_group(group)
+        super().add_param_group(_named_alike(group, self.param_groups))
         added = self.param_groups[-1]
-        roles_of(added), each_of("fan_in", added, len(added["params"]))  # refuse what they cannot be
+        try:
+            roles_of(added), each_of("fan_in", added, len(added["params"]))  # refuse what they cannot be
+        except UserError:
+            self.param_groups.pop()
+            raise
 
     def step(  # type: ignore[override]  # torch.optim has no loss
         self, closure: Callable[[], Tensor] | None = None, *, loss: Tensor | float | None = None
@@ -201,7 +209,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = loss = closure()
-        with torch.no_grad():
+        with torch.no_grad(), _full_precision(self.param_groups):
             for group in self.param_groups:
                 # All groups before any step, so that a refusal leaves every parameter as it was.
                 check_gradients(group)
@@ -351,3 +359,36 @@ def has_diverged(loss: float, first: float) -> bool:
 
 
 higher.register_optim(LearnedOptimizer, Differentiable)
+
+
+def _compact(value: Tensor) -> Tensor:
+    """A tensor by itself, copied if it is a part of a larger storage."""
+    is_part = type(value) is Tensor and value.untyped_storage().nbytes() > value.numel() * value.element_size()
+    return value.clone() if is_part else value
+
+
+def _named_alike(group: dict[str, Any], others: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A group with names where the other groups have them, and without where they have none.
+
+    `torch.optim` refuses some of each, and a group of a layer's `parameters()` beside those of a module has no names.
+    """
+    given = group["params"]
+    params = [given] if isinstance(given, Tensor) else given if isinstance(given, set) else list(given)
+    if not others or not params or isinstance(params, set) or "param_names" in group:
+        return {**group, "params": params}
+    named = "param_names" in others[0]
+    if named and not any(isinstance(one, tuple) for one in params):
+        params = [(f"{len(others)}.{index}", param) for index, param in enumerate(params)]
+    elif not named and all(isinstance(one, tuple) for one in params):
+        params = [param for _, param in params]
+    return {**group, "params": params}
+
+
+@contextmanager
+def _full_precision(groups: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+    """No autocast inside the block: a step is computed in the dtype of the rules, wherever it is called."""
+    with ExitStack() as stack:
+        for kind in {param.device.type for group in groups for param in group["params"][:1]} | {"cpu"}:
+            if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield

@@ -64,11 +64,11 @@ def vectors_of(
         vectors: Vectors of the last call by number; changed in place.
         others: Parameters of the other groups; see `fan_ins_of`.
     """
-    params = group["params"]
+    params, told = group["params"], _told(group)
     # The usual case: nothing has changed since the last step, and the work below can be left out.
     if len(vectors) == 1 and all(param.grad is not None for param in params):
         (vector,) = vectors.values()
-        if vector.is_current(params, [state.get(param, {}) for param in params], group["steps"]):
+        if vector.is_current(params, [state.get(param, {}) for param in params], group["steps"], told):
             return [vector]
     names = names_of(group)
     numbers = [state[param].get("vector") if param in state else None for param in params]
@@ -83,7 +83,7 @@ def vectors_of(
             for index in indices:
                 state[params[index]]["vector"] = number
         chosen, states = [params[index] for index in indices], [state[params[index]] for index in indices]
-        if number not in vectors or not vectors[number].is_current(chosen, states, group["steps"]):
+        if number not in vectors or not vectors[number].is_current(chosen, states, group["steps"], told):
             # Of the whole group: a bias's matrix, or an embedding's head, may lie in another vector.
             fan_ins, roles = fan_ins_of(group, others), roles_of(group)
             named = dict(zip([names[index] for index in indices], chosen, strict=True))
@@ -93,9 +93,16 @@ def vectors_of(
                 tuple(fan_ins[index] for index in indices),
                 tuple(roles[index] for index in indices),
                 group["steps"],
+                told,
             )
         stepping.append(vectors[number])
     return stepping
+
+
+def _told(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The group's options that roles and fan-ins follow from; copies, as lists may be changed in place."""
+    given = (group.get(name) for name in ("kind", "split", "fan_in"))
+    return tuple(tuple(value) if isinstance(value, list) else value for value in given)
 
 
 def _absent(old: int, numbers: Sequence[int | None], present: Sequence[bool]) -> list[int]:

@@ -80,11 +80,14 @@ def save(optimiser: Optimiser, path: str | Path, training: Mapping[str, Any] | N
         training: Facts of its meta-training for the header, in values that JSON can express.
 
     Raises:
-        UserError: For an optimiser without a description.
+        UserError: For an optimiser without a description, or one with other options than it says.
     """
     if optimiser.description is None:
         remedy = "build it with l2lopt.optimisers.make"
         raise UserError("save", expected="an optimiser with a description", found="none", remedy=remedy)
+    if differing := _differing(optimiser):
+        expected, remedy = "the options of its description", "build it with these options by l2lopt.optimisers.make"
+        raise UserError("save", expected=expected, found=f"others: {', '.join(differing)}", remedy=remedy)
     header = {
         "version": VERSION,
         "release": version("l2lopt"),
@@ -177,6 +180,21 @@ def _is_as_described(optimiser: Optimiser) -> bool:
         return _parts(optimisers.build(dict(optimiser.description))) == _parts(optimiser)
     except UserError:  # built from another table than ours
         return False
+
+
+def _differing(optimiser: Optimiser) -> list[str]:
+    """The options that were set by hand, which a file of the description and φ would lose."""
+    assert optimiser.description is not None
+    try:
+        built = {name: options for name, _, options in _parts(optimisers.build(dict(optimiser.description)))}
+    except UserError:  # built from another table than ours
+        return []
+    return [
+        f"{name}.{key}" if name else key
+        for name, _, options in _parts(optimiser)
+        for key, value in options.items()
+        if built.get(name, {}).get(key) != value
+    ]
 
 
 def _parts(optimiser: Optimiser) -> list[tuple[str, type, dict[str, str]]]:

@@ -135,3 +135,37 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(UserError, match="split: expected a divisor of 8, the rows of w, found 3"):
         check_split("w", (8, 2), 3)
     assert check_split("w", (8, 2), 4) == 4
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        nn.utils.parametrizations.weight_norm,
+        nn.utils.parametrizations.spectral_norm,
+        nn.utils.parametrizations.orthogonal,
+    ],
+)
+def test_weights_that_are_computed_are_no_parameters(wrapped):
+    """What they are computed of is judged by its shape."""
+    found = roles_in(nn.Sequential(wrapped(nn.Linear(4, 6)), nn.Embedding(5, 4), wrapped(nn.Linear(6, 5))))
+    assert found["1.weight"].kind == "embedding"
+    assert "matrix" in {role.kind for name, role in found.items() if "original" in name}
+
+
+def test_all_parameters_of_a_norm_are_vectors():
+    module = nn.Sequential(nn.LayerNorm((3, 4)), nn.RMSNorm((3, 4)), nn.GroupNorm(2, 4), nn.BatchNorm2d(3))
+    assert {role.kind for role in roles_in(module).values()} == {"vector"}
+
+
+def test_a_hidden_layer_as_wide_as_there_are_tokens_is_no_head():
+    found = roles_in(nn.Sequential(nn.Embedding(64, 16), nn.Linear(16, 64), nn.Linear(64, 10)))
+    assert [found[f"{place}.weight"].kind for place in range(3)] == ["embedding", "matrix", "matrix"]
+    found = roles_in(
+        nn.ModuleDict({"head": nn.Linear(16, 64), "tokens": nn.Embedding(64, 16), "last": nn.Linear(16, 16)})
+    )
+    assert found["head.weight"].kind == "head"  # which may have been made first
+
+
+def test_what_a_layer_calls_an_embedding_is_a_matrix():
+    module = nn.ModuleDict({"pos_conv_embed": nn.Conv1d(3, 4, 5), "embedder": nn.Bilinear(2, 3, 4)})
+    assert {role.kind for name, role in roles_in(module).items() if name.endswith("weight")} == {"matrix"}

@@ -5,6 +5,7 @@ import pytest
 import l2lopt
 from l2lopt.core.errors import UserError
 from l2lopt.evaluation.comparison import Evaluation
+from l2lopt.experiments import config as configs
 
 SMALL = [
     "optimisee.hidden=[3]",
@@ -91,3 +92,18 @@ def test_a_mistake_is_found_before_any_work(tmp_path):
     with pytest.raises(UserError, match=r"unroll\.length"):
         l2lopt.demo(tmp_path / "run", changes=["unroll.length=-3"])
     assert not (tmp_path / "run").exists()
+
+
+def test_another_run_is_not_replaced(tmp_path, monkeypatch):
+    """Nor is a demo by a mistake."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.toml").write_text('optimisee = "quadratic"\noptimiser = "coordinatewise"\n')
+    (run / "events.out.tfevents.1").write_text("")
+    (run / "optimiser.safetensors").write_text("mine")
+    with pytest.raises(UserError, match="expected a new or empty folder, found an earlier run"):
+        l2lopt.demo(run)
+    (run / "config.toml").write_text(configs.dump(configs.load(configs.demo())))
+    with pytest.raises(UserError, match="device: expected a device of this machine"):
+        l2lopt.demo(run, changes=["device=nowhere"])
+    assert (run / "optimiser.safetensors").read_text() == "mine"

@@ -168,3 +168,40 @@ def test_a_state_without_a_length_is_read():
     second.load_state_dict(saved)
     assert second.param_groups[0]["steps"] == 9
     descend(model, second, [2])
+
+
+def test_groups_with_and_without_names_go_together():
+    """A layer's `parameters()` beside a module's, as where layers are unfrozen one after the other; and the reverse."""
+    module, layer = torch.nn.Linear(3, 2), torch.nn.Linear(2, 2)
+    optimizer = LearnedOptimizer(module)
+    optimizer.add_param_group({"params": layer.parameters()})
+    assert optimizer.param_groups[1]["param_names"] == ["1.0", "1.1"]
+    optimizer = LearnedOptimizer(module.parameters())
+    optimizer.add_param_group({"params": layer.named_parameters()})
+    assert "param_names" not in optimizer.param_groups[1]
+    assert [id(p) for p in optimizer.param_groups[1]["params"]] == [id(p) for p in layer.parameters()]
+
+
+def test_a_group_that_is_refused_is_not_there():
+    optimizer, added = LearnedOptimizer([torch.nn.Parameter(torch.zeros(2))]), torch.nn.Parameter(torch.zeros(2))
+    with pytest.raises(UserError, match="kind: expected one of"):
+        optimizer.add_param_group({"params": [added], "kind": "nope"})
+    optimizer.add_param_group({"params": [added], "kind": "vector"})
+    assert len(optimizer.param_groups) == 2
+
+
+def test_what_is_told_between_two_steps_counts_at_once():
+    """As it would after a checkpoint."""
+    found = []
+    for again in (False, True):
+        weight = torch.nn.Parameter(torch.linspace(-1, 1, 12).view(3, 4))
+        optimizer = LearnedOptimizer([weight], steps=9)
+        for step in range(4):
+            weight.grad = torch.linspace(1, 2, 12).view(3, 4).cos()
+            if step == 2:
+                optimizer.param_groups[0]["kind"] = "vector"
+                if again:
+                    optimizer.load_state_dict(optimizer.state_dict())
+            optimizer.step()
+        found.append(weight.detach())
+    assert torch.equal(*found)

@@ -321,3 +321,33 @@ def test_a_saved_option_out_of_its_range_is_refused(key, value):
     with pytest.raises(UserError, match=rf"LearnedOptimizer: {key}: expected .*, found {value}"):
         optimizer.load_state_dict(saved)
     laws.assert_same(optimizer.state_dict(), before)
+
+
+def test_a_pickle_has_every_number_once():
+    """The state of all parameters is one tensor, and a view would bring the whole of it along."""
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(20)))
+    optimizer = LearnedOptimizer(layers, "lstm", steps=9)
+    for parameter in layers.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    numbers = sum(value.numel() for value in layers.parameters())
+    assert len(pickle.dumps(optimizer)) < 4 * 5 * numbers + 300_000  # θ, its gradient and three numbers of state
+
+
+def test_options_set_by_hand_are_not_lost_silently(tmp_path):
+    rule = files.load("lstm")
+    rule.harness.lr = 0.3
+    with pytest.raises(UserError, match=r"save: expected the options of its description, found others: harness\.lr"):
+        files.save(rule, tmp_path / "mine.safetensors")
+    assert not (tmp_path / "mine.safetensors").exists()
+
+
+def test_a_rule_that_a_fallback_has_taken_over_from_is_loaded():
+    """What had made it diverge is in its state."""
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = LearnedOptimizer([parameter], "dowg", fallback="adam")
+    for gradient in (math.inf, 1.0):
+        parameter.grad = torch.full((3,), gradient)
+        optimizer.step()
+    assert optimizer.param_groups[0]["fallen_back"]
+    LearnedOptimizer([parameter], "dowg", fallback="adam").load_state_dict(optimizer.state_dict())

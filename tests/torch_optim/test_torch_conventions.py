@@ -127,3 +127,31 @@ def test_it_goes_when_nobody_holds_it():
     del optimizer
     gc.enable()
     assert gone() is None
+
+
+@pytest.mark.parametrize(
+    "rule", ["lstm", "normalised-muon", {"name": "muon", "lr": 1e-3}, "coordinatewise-lstm"], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_step_under_autocast_is_the_same(rule, dtype):
+    found = []
+    for enabled in (False, True):
+        weight = torch.nn.Parameter(torch.linspace(-1, 1, 130 * 140).view(130, 140).sin())
+        optimizer = LearnedOptimizer([weight], rule, steps=5)
+        weight.grad = torch.linspace(-9, 9, 130 * 140).view(130, 140).cos()
+        with torch.autocast("cpu", dtype, enabled=enabled):
+            optimizer.step()
+        found.append(weight.detach())
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("rule", ["lstm", "ihc-lstm", "normalised-muon", {"name": "small-fc"}], ids=str)
+@pytest.mark.parametrize("size", [3e16, 1e18, 1.5e19])
+def test_huge_gradients_leave_numbers(rule, size):
+    """Their squares are numbers, and the sum of these is none."""
+    weight = torch.nn.Parameter(torch.ones(300, 300))
+    optimizer = LearnedOptimizer([weight], rule, steps=9)
+    for gradient in (torch.full((300, 300), size), torch.ones(300, 300)):
+        weight.grad = gradient
+        optimizer.step()
+    assert weight.isfinite().all()

@@ -79,9 +79,10 @@ def test_another_layout_is_refused(path):
         files.load(path)
 
 
-def test_tensors_of_another_shape_are_refused(path):
+def test_tensors_of_another_shape_are_refused(path, monkeypatch):
     optimiser = made()
     optimiser.description = {**optimiser.description, "hidden_size": 7}
+    monkeypatch.setattr(files, "_differing", lambda _: [])  # which would refuse to write it
     files.save(optimiser, path)
     with pytest.raises(UserError, match=r"head\.weight \[2, 7\].*head\.weight \[2, 20\]"):
         files.load(path)
