@@ -16,7 +16,7 @@ from l2lopt.evaluation.benchmark_board import write_board
 from l2lopt.evaluation.benchmark_report import write_report
 from l2lopt.evaluation.benchmark_result import BenchmarkResult, joined, read_result
 from l2lopt.evaluation.suites import Catalogue, Competitor, Suite
-from l2lopt.experiments import benchmark_jobs, run_facts
+from l2lopt.experiments import benchmark_jobs, run_facts, run_folder
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.benchmark_jobs import Plan, PlannedTask
 from l2lopt.optimisee import Optimisee
@@ -98,6 +98,7 @@ def benchmark(
         if jobs > 1 and processes.ranks() > 1:
             raise UserError("jobs", expected="1 under torchrun", found=str(jobs), remedy="drop --jobs, or torchrun")
         processes.on_first(lambda: held.enter_context(locked(home)))
+        processes.on_first(lambda: run_folder.writable(plan.cache, "choose another --cache"))
         infos, runs, seconds = benchmark_jobs.make_runs(plan, jobs, report)
         known = benchmark_jobs.environment()
         proper = {one.name: one.proper_name for one in asked.competitors}

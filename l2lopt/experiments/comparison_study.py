@@ -127,6 +127,8 @@ def reproduce(
         planned = list(comparison_jobs.all_jobs(location))
         _check_names(location)
         processes.on_first(lambda: run_folder.writable(Path(folder)))
+        if cache is not None:
+            processes.on_first(lambda: run_folder.writable(Path(cache), "choose another --cache"))
         lock = locked(Path(folder))
         processes.on_first(lambda: held.enter_context(lock))
         _forecast(location, planned, jobs)

@@ -86,6 +86,9 @@ def make_optimisee(
     if batch_size is None:
         given = train.batch_size if isinstance(train, DataLoader) else None
         batch_size = min(given or 128, len(data.train_inputs))
+    if "loss" in (metrics or {}):
+        remedy = "choose another name"
+        raise UserError("metrics", expected="names beside the loss's own", found="'loss'", remedy=remedy)
     where, remedy = "loss(model(inputs), targets)", "check the shapes and dtypes of samples, model and loss"
     try:
         optimisee = ModuleOptimisee(
@@ -100,11 +103,18 @@ def make_optimisee(
             evaluation_samples=evaluation_samples,
         )
         value = _first_loss(optimisee)
+        _check_loss(where, value)
+        where = "metrics, and the loss on test samples"
+        batch, _ = next(optimisee.evaluation_batches("test", 0))
+        with torch.no_grad():
+            params, aux = optimisee.init(0)
+            optimisee.evaluate(params, aux, batch)
+            optimisee.metrics(params, aux, batch)
     except UserError:
         raise
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:  # PyTorch's checks, or the caller's
+    # PyTorch's checks, or the caller's.
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise UserError(where, expected="a batch that goes through", found=str(error), remedy=remedy) from error
-    _check_loss(where, value)
     return optimisee
 
 

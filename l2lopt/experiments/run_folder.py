@@ -105,8 +105,12 @@ def _cleared(folder: Path, overwrite: bool, resume: bool, artefacts: Sequence[st
     return writable(folder)
 
 
-def writable(folder: Path) -> Path:
+def writable(folder: Path, remedy: str = "choose another --run") -> Path:
     """A folder that can be written in, made if need be.
+
+    Args:
+        folder: Folder.
+        remedy: What to do where it cannot.
 
     Raises:
         UserError: For one that cannot.
@@ -116,11 +120,11 @@ def writable(folder: Path) -> Path:
         with TemporaryFile(dir=folder):
             return folder
     except OSError as error:
-        raise _not_writable(folder, error) from None
+        raise _not_writable(folder, error, remedy) from None
 
 
-def _not_writable(folder: Path, error: OSError) -> UserError:
-    found, remedy = error.strerror or str(error), "choose another --run"
+def _not_writable(folder: Path, error: OSError, remedy: str = "choose another --run") -> UserError:
+    found = error.strerror or str(error)
     return UserError(str(folder), expected="a folder to write in", found=found, remedy=remedy)
 
 

@@ -26,6 +26,7 @@ from l2lopt.experiments.run_folder import (
     draw_meta_training,
     evaluation_summary,
     leave_evaluation,
+    writable,
 )
 from l2lopt.optimisee import Optimisee
 from l2lopt.optimisers import Optimiser
@@ -187,6 +188,7 @@ def evaluate(
         asked = settings[0].evaluation
         caches: Mapping[str, FileCache] = {}
         if cache is not None:
+            processes.on_first(lambda: writable(Path(cache), "choose another cache"))
             problem = settings[0].optimisee if optimisee is None else first.optimisee
             caches = contestant_caches(cache, problem, first.optimisee, asked.baselines, rules)
         with cpu_threads(settings[0].threads):

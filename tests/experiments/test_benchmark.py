@@ -309,3 +309,12 @@ def test_several_processes_give_the_same(tmp_path):
         assert run.rates == other.rates
         for split in ("train", "test"):
             assert all(torch.equal(run.losses[split][step], other.losses[split][step]) for step in run.losses[split])
+
+
+def test_a_cache_that_is_a_file_is_refused_before_any_run(tmp_path, made):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        UserError, match="file: expected a folder to write in, found File exists; choose another --cache"
+    ):
+        l2lopt.benchmark("smoke", tmp_path / "run", changes=CHANGES, steps=4, cache=tmp_path / "file")
+    assert not made

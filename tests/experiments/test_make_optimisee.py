@@ -219,3 +219,24 @@ def test_losses_that_are_no_losses_are_refused(loss, message):
 def test_a_share_must_leave_samples_to_both(share):
     with pytest.raises(UserError, match="test: expected a share that leaves samples to both"):
         made(test=share)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"metrics": {"loss": lambda outputs, targets: outputs.mean()}},
+            "metrics: expected names beside the loss's own",
+        ),
+        ({"metrics": {"wrong": lambda outputs, targets: outputs @ targets}}, "metrics, and the loss on test samples"),
+        ({"test": (torch.zeros(5, 9), torch.zeros(5).long())}, "metrics, and the loss on test samples"),
+        ({"test": (torch.zeros(0, 3), torch.zeros(0).long())}, "test: expected at least one test sample"),
+        ({"loss": lambda outputs, targets: outputs.mean().item()}, "expected a batch that goes through"),
+    ],
+    ids=["called loss", "metric", "test shape", "no test", "a float"],
+)
+def test_what_would_end_a_run_at_its_first_evaluation_is_refused(given, message):
+    samples = torch.ones(20, 3), torch.zeros(20).long()
+    settings = {"loss": nn.functional.cross_entropy, "train": samples, **given}
+    with pytest.raises(UserError, match=message):
+        l2lopt.make_optimisee(lambda: nn.Linear(3, 2), **settings)
