@@ -374,8 +374,8 @@ def _show(result: "Evaluation") -> None:
         print_table(tables.loss_table(result, split))
     diverged: dict[str, int] = {}
     for row in result.table:
-        diverged[row.optimiser] = max(row.diverged, diverged.get(row.optimiser, 0))
-    diverged = {name: count for name, count in diverged.items() if count}
+        if row.diverged:
+            diverged[row.optimiser] = max(row.diverged, diverged.get(row.optimiser, 0))
     if diverged:
         say("diverged runs: " + ", ".join(f"{name} {count}" for name, count in diverged.items()))
     for warning in result.warnings:

@@ -86,9 +86,6 @@ def make_optimisee(
     if batch_size is None:
         given = train.batch_size if isinstance(train, DataLoader) else None
         batch_size = min(given or 128, len(data.train_inputs))
-    if "loss" in (metrics or {}):
-        remedy = "choose another name"
-        raise UserError("metrics", expected="names beside the loss's own", found="'loss'", remedy=remedy)
     where, remedy = "loss(model(inputs), targets)", "check the shapes and dtypes of samples, model and loss"
     try:
         optimisee = ModuleOptimisee(
@@ -102,20 +99,26 @@ def make_optimisee(
             augment=augment,
             evaluation_samples=evaluation_samples,
         )
-        value = _first_loss(optimisee)
-        _check_loss(where, value)
+        _check_loss(where, _first_loss(optimisee))
         where = "metrics, and the loss on test samples"
-        batch, _ = next(optimisee.evaluation_batches("test", 0))
-        with torch.no_grad():
-            params, aux = optimisee.init(0)
-            optimisee.evaluate(params, aux, batch)
-            optimisee.metrics(params, aux, batch)
+        _first_evaluation(optimisee)
     except UserError:
         raise
-    # PyTorch's checks, or the caller's.
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:  # PyTorch's, or the caller's
         raise UserError(where, expected="a batch that goes through", found=str(error), remedy=remedy) from error
     return optimisee
+
+
+def _first_evaluation(optimisee: ModuleOptimisee) -> None:
+    """Measures the first test samples, so that mistakes show before the end of a run."""
+    if "loss" in optimisee.measures:
+        remedy = "choose another name"
+        raise UserError("metrics", expected="names beside the loss's own", found="'loss'", remedy=remedy)
+    batch, _ = next(optimisee.evaluation_batches("test", 0))
+    with torch.no_grad():
+        params, aux = optimisee.init(0)
+        optimisee.evaluate(params, aux, batch)
+        optimisee.metrics(params, aux, batch)
 
 
 def _check_loss(where: str, value: Tensor) -> None:

@@ -110,7 +110,7 @@ def writable(folder: Path, remedy: str = "choose another --run") -> Path:
 
     Args:
         folder: Folder.
-        remedy: What to do where it cannot.
+        remedy: Advice for the error.
 
     Raises:
         UserError: For one that cannot.

@@ -40,7 +40,7 @@ class FlatVector:
         fan_ins: Fan-in of each parameter, found among all parameters of its group.
         roles: Role of each parameter, found among all parameters of its group.
         steps: Number of steps of the run; None where it is not known.
-        told: What the group says of its parameters.
+        told: Options of the group that roles and fan-ins follow from.
     """
 
     def __init__(
