@@ -175,11 +175,13 @@ def _batch(optimisee: Optimisee, split: Split) -> Any:
 
 def _evaluation(optimisee: Optimisee, split: Split) -> Any:
     """The first batch of an evaluation and the number of all samples, or None where there are none."""
+    first, samples = None, 0
     try:
-        first, *rest = optimisee.evaluation_batches(split, 0)
-    except (UserError, ValueError):
+        for batch, count in optimisee.evaluation_batches(split, 0):  # one at a time: a split may be large
+            first, samples = batch if first is None else first, samples + count
+    except UserError:
         return None
-    return first[0], sum(count for _, count in (first, *rest))
+    return first, samples
 
 
 def _describe_optimiser(optimiser: Optimiser) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
@@ -33,6 +33,8 @@ _FIELDS = {"version": int, "release": str, "optimiser": dict, "training": dict}
 """Fields of the header, and the types of their values."""
 _AGAIN = "meta-train again, or get the file again"
 _ASIDE = ("training", "description")
+_Part: TypeAlias = tuple[str, type, dict[str, str]]
+"""A part of an optimiser: its name, its class and its options."""
 HOME = Path(__file__).with_name("pretrained")
 """Folder of the files that come with the package."""
 
@@ -174,30 +176,31 @@ def _numbers(optimiser: Optimiser) -> dict[str, Tensor]:
 
 def _is_as_described(optimiser: Optimiser) -> bool:
     """Whether the description builds the like of this optimiser, but for φ."""
+    return _described(optimiser) == _parts(optimiser)
+
+
+def _described(optimiser: Optimiser) -> list[_Part]:
+    """The parts of what the description builds; none where there is none, or it is of another table than ours."""
     if optimiser.description is None:
-        return False
+        return []
     try:
-        return _parts(optimisers.build(dict(optimiser.description))) == _parts(optimiser)
-    except UserError:  # built from another table than ours
-        return False
+        return _parts(optimisers.build(dict(optimiser.description)))
+    except UserError:
+        return []
 
 
 def _differing(optimiser: Optimiser) -> list[str]:
     """The options that were set by hand, which a file of the description and φ would lose."""
-    assert optimiser.description is not None
-    try:
-        built = {name: options for name, _, options in _parts(optimisers.build(dict(optimiser.description)))}
-    except UserError:  # built from another table than ours
-        return []
+    described = {name: options for name, _, options in _described(optimiser)}
     return [
         f"{name}.{key}" if name else key
-        for name, _, options in _parts(optimiser)
+        for name, _, options in (_parts(optimiser) if described else ())
         for key, value in options.items()
-        if built.get(name, {}).get(key) != value
+        if described.get(name, {}).get(key) != value
     ]
 
 
-def _parts(optimiser: Optimiser) -> list[tuple[str, type, dict[str, str]]]:
+def _parts(optimiser: Optimiser) -> list[_Part]:
     """Every part with its options; the same for optimisers that differ in φ only."""
     return [(name, type(part), _options(part)) for name, part in optimiser.named_modules()]
 
