@@ -368,19 +368,16 @@ def _compact(value: Tensor) -> Tensor:
 
 
 def _named_alike(group: dict[str, Any], others: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A group with names where the other groups have them, and without where they have none.
+    """A group with names of its own if it has none and the other groups have them.
 
-    `torch.optim` refuses some of each, and a group of a layer's `parameters()` beside those of a module has no names.
+    `torch.optim` refuses such a group. Here a module's names are taken unasked, and the `parameters()` of a layer that
+    is added later have none.
     """
     given = group["params"]
     params = [given] if isinstance(given, Tensor) else given if isinstance(given, set) else list(given)
-    if not others or not params or isinstance(params, set) or "param_names" in group:
-        return {**group, "params": params}
-    named = "param_names" in others[0]
-    if named and not any(isinstance(one, tuple) for one in params):
+    is_named = "param_names" in group or isinstance(params, set) or any(isinstance(one, tuple) for one in params)
+    if params and not is_named and others and "param_names" in others[0]:
         params = [(f"{len(others)}.{index}", param) for index, param in enumerate(params)]
-    elif not named and all(isinstance(one, tuple) for one in params):
-        params = [param for _, param in params]
     return {**group, "params": params}
 
 
