@@ -12,6 +12,7 @@ from torch.func import functional_call
 
 from l2lopt.core.errors import above_0, few
 from l2lopt.core.layout import Params
+from l2lopt.core.references import References
 from l2lopt.core.registry import Choice
 from l2lopt.core.seeding import generator, seed_of, seeded
 from l2lopt.core.types import Aux, Batch
@@ -21,6 +22,7 @@ from optimisees.data.datasets import InMemory, digest
 from optimisees.data.sampling import Sampling
 from optimisees.draw.artefacts import paint
 from optimisees.draw.network import DrawNetwork, ImageShape, Painting, Trail
+from optimisees.draw.references import PaintedSamples
 
 _SHOWN = 16
 """Pictures of each kind to look at while training goes on."""
@@ -83,6 +85,7 @@ class Draw(Optimisee):
 
     sample_kind: ClassVar[Literal["text", "images"] | None] = "images"
     artefact_files: ClassVar[tuple[str, ...]] = ("figures/samples.*",)
+    references: ClassVar[type[References]] = PaintedSamples
 
     def __init__(
         self,

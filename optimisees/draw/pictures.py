@@ -1,6 +1,8 @@
-"""Images as they are painted, step by step: a PNG with the steps side by side, and a GIF."""
+"""Images as they are painted, step by step: a PNG with the steps side by side, and a GIF; and images in a row."""
 
+from base64 import b64encode
 from collections.abc import Sequence
+from io import BytesIO
 from math import ceil, sqrt
 from pathlib import Path
 
@@ -51,10 +53,27 @@ def animation(path: Path, images: Tensor, rectangles: Tensor | None, millisecond
     return path
 
 
+def strip(images: Tensor) -> str:
+    """Images in a row, pixel for pixel, as the bytes of a PNG in base64: text that fits into JSON.
+
+    Args:
+        images: Images [n, channels, height, width] in [0, 1], of 1 or 3 channels.
+    """
+    cells = [Image.fromarray(_array(image)) for image in images]
+    written = BytesIO()
+    _tiled(cells, len(cells)).save(written, "png")
+    return b64encode(written.getvalue()).decode()
+
+
+def _array(image: Tensor) -> np.ndarray:
+    """An image [channels, height, width] in [0, 1] as bytes [height, width, 3]; what is not a number is black."""
+    pixels = (image.nan_to_num().clamp(0, 1) * 255).round().byte().cpu()
+    return pixels.expand(3, -1, -1).permute(1, 2, 0).contiguous().numpy()
+
+
 def _frame(images: Tensor, rectangles: Tensor | None, step: int, k: int) -> Image.Image:
     """Image k at a step, enlarged, with its rectangle."""
-    pixels = (images[step, k].nan_to_num().clamp(0, 1) * 255).round().byte().cpu()
-    array = pixels.expand(3, -1, -1).permute(1, 2, 0).contiguous().numpy()
+    array = _array(images[step, k])
     scale = max(1, _SHOWN // max(array.shape[:2]))
     frame = Image.fromarray(array).resize((array.shape[1] * scale, array.shape[0] * scale), Image.Resampling.NEAREST)
     if rectangles is not None:

@@ -4,10 +4,14 @@ import json
 import os
 import re
 import struct
+from base64 import b64decode
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 
+import numpy as np
 import pytest
+import tomli_w
 import torch
 from killing import killed
 from PIL import Image
@@ -17,9 +21,12 @@ from test_training import files
 
 import l2lopt
 from l2lopt.core.errors import UserError
+from l2lopt.experiments import build
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import TrainConfig
+from l2lopt.experiments.run_folder import saved
 from l2lopt.report import figures
+from optimisees.draw import figures as draw_figures
 
 ROOT = Path(__file__).parents[2]
 
@@ -104,6 +111,37 @@ def test_other_kinds_train(tmp_path, change):
     result = l2lopt.train(config(epochs=1), tmp_path / "run", changes=[change])
     assert result.diverged is None
     assert all(path.stat().st_size for path in l2lopt.sample_images(tmp_path / "run", 2))
+
+
+@pytest.mark.usefixtures("_data", "_without_figures")
+def test_a_study_shows_samples_side_by_side(tmp_path, monkeypatch, capsys):
+    """A row of test images, and below it one for each run: what `sample_images` paints with the first seed's model."""
+    written = configs.dump(configs.load(config(epochs=1), kind=TrainConfig))
+    (tmp_path / "draw.toml").write_text(written)
+    runs = [{"label": name, "changes": [f"optimisee.decoder={name}"]} for name in ("lstm", "ihc-lstm")]
+    study = {"config": "draw.toml", "seeds": [0, 1], "samples": 3, "runs": [runs[0], {**runs[1], "versus": "lstm"}]}
+    (tmp_path / "study.toml").write_text(tomli_w.dumps(study))
+    folder, drawn = tmp_path / "study", []
+    plain = draw_figures.rows_of_images
+    monkeypatch.setattr(draw_figures, "rows_of_images", lambda *args: drawn.append(args[0]) or plain(*args))
+    code, out, err = called(monkeypatch, capsys, "reproduce", tmp_path / "study.toml", "--run", folder)
+    assert (code, err) == (0, "")
+    assert out.split()[-2:] == [str(folder / "figures" / f"samples.{kind}") for kind in ("png", "svg")]
+    (rows,) = drawn
+    assert list(rows) == ["test images", "lstm", "ihc-lstm"]
+    model = build.build_training(configs.load(folder / "lstm-0" / "config.toml", kind=TrainConfig)).optimisee
+    params = saved(folder / "lstm-0", "a model")[1].params
+    expected = {"test images": model.data.test_inputs[:3] / 255, "lstm": model.sample_images(params, 3).images[-1]}
+    for label, images in expected.items():
+        pixels = np.asarray(Image.open(BytesIO(b64decode(rows[label]))))
+        for index, image in enumerate(images):
+            shown = pixels[:, 10 * index : 10 * index + 8].transpose(2, 0, 1)  # two pixels lie between
+            assert np.array_equal(shown, (255 * image).round().expand(3, -1, -1).numpy())
+    table = (folder / "table.md").read_text().splitlines()
+    assert table[0] == "| | seeds | parameters | test bound | reconstruction | KL divergence | |"
+    assert re.search(r"(better|\*\*worse\*\*) than lstm by \d+\.\d \(", table[3])
+    facts = json.loads((folder / "table.json").read_text())
+    assert facts["lstm"]["1"].keys() == {"parameters", "step", "loss", "bound", "reconstruction", "kl"}
 
 
 @pytest.mark.usefixtures("_data")
