@@ -5,6 +5,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from pydantic import PositiveInt
 
 from l2lopt.core.references import Column, References, Result, StudyRun
@@ -28,7 +29,8 @@ class PaintedSamples(References):
         """The metrics, and as PNG files in base64 "images" of the test split and "samples" of the model."""
         assert run.trained is not None
         samples = optimisee.sample_images(run.trained.params, self.samples).images[-1]
-        images = optimisee.data.test_inputs[: self.samples] / 255
+        held = optimisee.data.test_inputs  # of a folder for each class, in its order: so from all along it
+        images = held[torch.linspace(0, len(held) - 1, self.samples).long()] / 255
         pngs = {"images": pictures.strip(images), "samples": pictures.strip(samples)}
         return {**super().result(optimisee, run, report), **pngs}
 
