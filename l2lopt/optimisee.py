@@ -333,17 +333,19 @@ def evaluate_rows(
 
     rows_of = {seed: [row for row, other in enumerate(seeds) if other == seed] for seed in dict.fromkeys(seeds)}
     with torch.no_grad():
-        total, samples = params.new_zeros(len(seeds)), 0
+        # Wider than a half-precision loss, whose sum over many samples would overflow or lose its digits.
+        total, samples = params.new_zeros(len(seeds), dtype=torch.promote_types(params.dtype, torch.float32)), 0
         for parts in zip(*(optimisee.evaluation_batches(split, seed) for seed in rows_of), strict=True):
             (first, count), *others = parts
             if all(batch is first for batch, _ in others):  # one data set for all: no copy per row
-                total += count * over_rows(lambda row, aux, batch=first: loss(row, aux, batch))(params, aux)
+                total += count * over_rows(lambda row, aux, batch=first: loss(row, aux, batch))(params, aux).to(total)
             elif len(rows_of) == len(seeds):
-                total += count * over_rows(loss)(params, aux, stack([batch for batch, _ in parts]))
+                total += count * over_rows(loss)(params, aux, stack([batch for batch, _ in parts])).to(total)
             else:  # several rows of each seed, as a grid of rates has: no copy per row either
                 for (batch, _), rows in zip(parts, rows_of.values(), strict=True):
                     some = pytree.tree_map(lambda leaf, rows=rows: leaf[rows], (params, aux))
-                    total[rows] += count * over_rows(lambda row, aux, batch=batch: loss(row, aux, batch))(*some)
+                    own = over_rows(lambda row, aux, batch=batch: loss(row, aux, batch))(*some)
+                    total[rows] += count * own.to(total)
             samples += count
         return total / samples
 

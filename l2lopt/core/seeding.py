@@ -3,12 +3,15 @@
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import index
 
 import torch
 
 
 def seed_of(*key: str | int) -> int:
     """A seed in [0, 2⁶³) that is a pure function of `key`, the same on every machine and in every process."""
+    # NumPy's integers, such as those of `numpy.arange`, are other than Python's in `repr` alone.
+    key = tuple(part if isinstance(part, str | int) else index(part) for part in key)
     # Not `hash`: Python salts the hashes of strings anew in every process.
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -137,14 +137,19 @@ def match_dtype(optimiser: Optimiser, problems: Sequence[Optimisee]) -> Optimise
     """An optimiser in the dtype of these problems' parameters.
 
     Raises:
-        UserError: For problems of several dtypes, or without parameters.
+        UserError: For problems of several dtypes, of one that rules do not compute in, or without parameters.
     """
     dtypes = {value.dtype for problem in problems for value in problem.init(0)[0].values()}
     if len(dtypes) != 1:
         found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)) or "no parameters"
         remedy = "set dtype alike in all" if dtypes else "let some require a gradient"
         raise UserError("optimisees", expected="one dtype", found=found, remedy=remedy)
-    fit: Optimiser = optimiser.to(dtypes.pop())
+    (dtype,) = dtypes
+    if dtype not in (torch.float32, torch.float64, torch.bfloat16):
+        # float16 cannot hold the least numbers that rules divide by: a gradient of 0 would become one of NaN.
+        expected, found = "float32, float64 or bfloat16", str(dtype).removeprefix("torch.")
+        raise UserError("optimisees", expected=expected, found=found, remedy="choose one of these for the parameters")
+    fit: Optimiser = optimiser.to(dtype)
     return fit
 
 
@@ -172,12 +177,15 @@ def build_training(
             raise UserError("train.warm_up", expected=expected, found=found, remedy="change the value")
     params, _ = optimisee.init(seed)
     try:
-        factory(list(params.items()))
+        groups = factory(list(params.items())).param_groups
     except UserError:
         raise
     except (ValueError, TypeError, RuntimeError) as error:  # torch.optim's own checks
         where, remedy = f"optimiser {config.name!r}", "change the options, or choose another"
         raise UserError(where, expected="one for these parameters", found=str(error), remedy=remedy) from None
+    if not all("lr" in group for group in groups):
+        found, remedy = "none", 'call its rate "lr", as torch.optim does: the schedule sets it'
+        raise UserError(f"optimiser {config.name!r}", expected="groups with a rate, 'lr'", found=found, remedy=remedy)
     return Training(config, optimisee, factory)
 
 

@@ -111,9 +111,10 @@ def make_optimisee(
 
 def _first_evaluation(optimisee: ModuleOptimisee) -> None:
     """Measures the first test samples, so that mistakes show before the end of a run."""
-    if "loss" in optimisee.measures:
-        remedy = "choose another name"
-        raise UserError("metrics", expected="names beside the loss's own", found="'loss'", remedy=remedy)
+    for name in ("loss", "stage", "step"):  # those of a line of the log
+        if name in optimisee.measures:
+            remedy = "choose another name"
+            raise UserError("metrics", expected="names beside the log's own", found=repr(name), remedy=remedy)
     batch, _ = next(optimisee.evaluation_batches("test", 0))
     with torch.no_grad():
         params, aux = optimisee.init(0)

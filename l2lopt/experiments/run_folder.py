@@ -26,7 +26,7 @@ from l2lopt.report.control_curves import NAME as CONTROLS
 from l2lopt.report.control_curves import control_curves, read_controls
 from l2lopt.report.validation_curves import read_validations, validation_curves
 from l2lopt.storage import run_lock, tensor_file
-from l2lopt.storage.run_log import existing, write_json, written_whole
+from l2lopt.storage.run_log import TEMPORARY, existing, write_json, written_whole
 from l2lopt.weights.files import header
 
 _FILES = (
@@ -100,6 +100,8 @@ def _cleared(folder: Path, overwrite: bool, resume: bool, artefacts: Sequence[st
             patterns = {*_FILES, *optimisees.artefact_files(), *artefacts}
             for path in list(chain.from_iterable(map(folder.glob, sorted(patterns)))):
                 path.unlink(missing_ok=True)
+        for path in folder.glob(TEMPORARY):  # each as large as the file that a killed run was writing
+            path.unlink(missing_ok=True)
     except OSError as error:
         raise _not_writable(folder, error) from None
     return writable(folder)

@@ -366,7 +366,8 @@ def _log_position(checkpoint: CheckpointFile) -> tuple[int, str | None]:
     with restoring(checkpoint):
         if (kept := checkpoint.load()) is None:
             return -1, None
-        return int(kept[0]["update"]), None if kept[0]["validated"] else "validation"
+        # An imitation comes after the first validation's checkpoint, and is made again until there is a later one.
+        return int(kept[0]["update"]), "imitation" if kept[0]["validated"] else "validation"
 
 
 def _work(experiment: build.Experiment) -> dict[str, Any]:

@@ -4,10 +4,12 @@ import hashlib
 import json
 import math
 import os
+import pickle
 import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -152,9 +154,21 @@ def _run_job(run: Callable[[J, Report], object], job: J) -> bool:
         last[stage] = now
         _events.put((os.getpid(), stage, done, total, dict(figures)))
 
-    run(job, send)
+    try:
+        run(job, send)
+    except Exception as error:
+        raise _sendable(error) from None
     return_freed_memory()
     return bool(last)
+
+
+def _sendable(error: Exception) -> Exception:
+    """The error, or one that says the same if it cannot be sent: the pool would take its process for a killed one."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError("".join(traceback.format_exception(error)))
+    return error
 
 
 def load_result(path: Path, work: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+TEMPORARY = f".*-{'[0-9a-f]' * 12}.*"
+"""Pattern of the temporary files of `written_whole`, which a killed process leaves."""
+
+
 class Recorder(Protocol):
     """Receives the figures of long work while it runs."""
 

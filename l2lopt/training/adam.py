@@ -57,8 +57,8 @@ class Adam(MetaOptimiser):
             prefix = f"adam/{name}/"
             for key, value in tensors.items():
                 if key.startswith(prefix):
-                    # Adam's step count has no dimension and stays on the CPU; its moments lie beside the parameter.
-                    placed = value if value.dim() == 0 else value.to(parameter)
+                    # Adam's step count stays on the CPU; its moments lie beside the parameter.
+                    placed = value if key == f"{prefix}step" else value.to(parameter)
                     self.adam.state[parameter][key.removeprefix(prefix)] = placed
             if (found := self.adam.state[parameter].keys()) - _MOMENTS or len(found) % len(_MOMENTS):
                 raise KeyError(f"{', '.join(found)} where Adam has {', '.join(sorted(_MOMENTS))}")

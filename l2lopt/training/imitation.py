@@ -136,7 +136,7 @@ def _lesson(
         values.append(estimator.run_members(update, loss, rules, [carry] * rows, steps).values)
     found = torch.cat(values)[: len(grid)] / len(steps)
     weights = torch.softmax(-torch.nan_to_num(found, math.inf, math.inf) / settings.temperature, 0)
-    best = weights.double() @ torch.tensor(grid, dtype=torch.float64)
+    best = weights.cpu().double() @ torch.tensor(grid, dtype=torch.float64)
     phi = constant(rule, dict(zip(IMITATED, best.tolist(), strict=True)))
     return Lesson(_told(rule, phi, loss, carry, steps), phi["head.bias"], found[0] - found[weights.argmax()])
 

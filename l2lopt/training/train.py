@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from l2lopt.core.layout import Params
-from l2lopt.core.seeding import seed_of
+from l2lopt.core.seeding import seed_of, seeded
 from l2lopt.core.types import Aux, Batch, Report, detach, silent
 from l2lopt.optimisee import Optimisee, StepInfo, evaluate_split
 from l2lopt.optimisers.schedules import set_mode, set_rates
@@ -285,7 +285,8 @@ class _Training:
             return first.pop() if first else evaluate()[0]
 
         if loss.isfinite():
-            self.optimizer.step(closure)  # type: ignore[arg-type]  # torch.optim calls a loss a float
+            with seeded(seed_of("torch-optim", self.seed, self.steps_made)):  # for optimisers that draw from it
+                self.optimizer.step(closure)  # type: ignore[arg-type]  # torch.optim calls a loss a float
             self.aux = aux
             self._add_to_mean()
         return {"loss": float(loss), "rate": rates[0], **figures}, facts

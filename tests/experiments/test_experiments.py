@@ -21,6 +21,7 @@ from l2lopt.core.errors import UserError
 from l2lopt.core.layout import Layout
 from l2lopt.experiments import build, runs
 from l2lopt.experiments import config as configs
+from l2lopt.experiments.run_folder import claimed
 
 RECIPE = configs.shipped("digits-coordinatewise.toml")
 SMALL = [
@@ -272,6 +273,26 @@ def test_problems_of_several_dtypes_are_refused(tmp_path):
     changes = [*SMALL, "mixed_with=[{name='quadratic', dtype='float64'}]"]
     with pytest.raises(UserError, match="optimisees: expected one dtype, found float32, float64"):
         l2lopt.meta_train(RECIPE, tmp_path / "run", changes=changes)
+
+
+def test_half_precision_with_few_exponents_is_refused(tmp_path):
+    """A rule in float16 would make NaN of a gradient of 0, and the run would end with what it began with."""
+    samples = torch.randn(40, 4, generator=torch.Generator().manual_seed(0)).half(), torch.arange(40) % 2
+    task = l2lopt.make_optimisee(lambda: torch.nn.Linear(4, 2).half(), torch.nn.functional.cross_entropy, samples)
+    with pytest.raises(UserError, match="optimisees: expected float32, float64 or bfloat16, found float16"):
+        l2lopt.meta_train(task, tmp_path / "run", changes=["meta.updates=2", "unroll.length=3"])
+
+
+@pytest.mark.parametrize("again", [{"overwrite": True, "resume": False}, {"overwrite": False, "resume": True}])
+def test_what_a_kill_has_left_of_a_file_goes(tmp_path, run, again):
+    """Each is as large as the file that was being written."""
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    (copy / ".checkpoint-0123456789ab.safetensors").write_text("half")
+    (copy / ".mine.txt").write_text("mine")
+    with claimed(copy, **again):
+        assert not (copy / ".checkpoint-0123456789ab.safetensors").exists()
+        assert (copy / ".mine.txt").exists()
 
 
 def test_files_of_others_are_left_alone(tmp_path, run):

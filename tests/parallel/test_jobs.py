@@ -104,3 +104,20 @@ def endless(path, report):
 def test_a_spread_has_brackets_for_several_values_alone():
     assert format_range([1.0], 1) == "1.0"
     assert format_range([1.0, 2.0, 4.0], 2) == "2.33 (1.00–4.00)"
+
+
+class TwoPartsError(Exception):
+    """An exception that does not come back from a pickle, as many libraries have."""
+
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+def unsendable(piece, report):
+    raise TwoPartsError("this", piece)
+
+
+def test_an_error_that_cannot_be_sent_is_told_nevertheless():
+    """Not as a process that was killed."""
+    with pytest.raises(RuntimeError, match=r"in unsendable\n(.*\n)*.*TwoPartsError: this and that"):
+        run_jobs(unsendable, ["that"], 2, silent)

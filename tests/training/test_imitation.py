@@ -1,15 +1,18 @@
 """The warm start by imitation: the best constants by loops of their own, and a rule that then says them."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 import optimisees
 from l2lopt import estimators, optimisers
 from l2lopt.core.errors import UserError
 from l2lopt.core.seeding import seed_of
 from l2lopt.optimisers.controls import Bounds
+from l2lopt.training import imitation
 from l2lopt.training.imitation import imitate
 from l2lopt.training.inner_runs import InnerRuns, RunPosition, inner_steps
 from l2lopt.training.settings import ImitationSettings, Targets, UnrollSettings
@@ -119,3 +122,22 @@ def test_lessons_are_whole_runs_whatever_the_curriculum(problem):
     for unrolls in (UNROLLS, UNROLLS.model_copy(update={"curriculum": 50})):
         gains.append(imitate(rule(), [problem], es(), unrolls, settings(updates=1), seed=0)["gain"])
     assert gains[0] == gains[1]
+
+
+def test_the_runs_may_lie_on_a_gpu(monkeypatch):
+    """By tensors that have a device and no values: the grid of constants is made on the CPU."""
+    learned, asked = rule(), []
+
+    class OnAGpu:
+        pairs = 1
+
+        def run_members(self, update, loss, rules, starts, steps):
+            asked.append(len(starts))
+            return SimpleNamespace(values=torch.zeros(len(starts), device="cuda"))
+
+    monkeypatch.setattr(imitation, "constant", lambda *args: {"head.bias": torch.zeros(3)})
+    monkeypatch.setattr(imitation, "_told", lambda *args: torch.zeros(1))
+    no_values = pytest.raises(DataDependentOutputException)  # which the best pair is asked for
+    with FakeTensorMode(allow_non_fake_inputs=True), no_values:
+        imitation._lesson(learned, OnAGpu(), settings(), None, None, None, [0, 1])
+    assert asked == [3, 3]

@@ -17,7 +17,7 @@ from l2lopt.core.seeding import generator, seed_of
 from l2lopt.estimators import Backprop, Blockwise, MetaGradient, MetaGradientEstimator
 from l2lopt.evaluation.free_runs import run_free
 from l2lopt.optimisers import Optimiser
-from l2lopt.training.adam import agreement
+from l2lopt.training.adam import Adam, agreement
 from l2lopt.training.inner_runs import inner_steps
 from l2lopt.training.meta_train import meta_train
 from l2lopt.training.settings import MetaTrainSettings, Targets, UnrollSettings
@@ -470,3 +470,17 @@ def test_a_checkpoints_keys_are_those_of_earlier_versions(quadratic):
     }
     adam = {f"adam/rate/{key}" for key in ("step", "exp_avg", "exp_avg_sq")}
     assert {"best/rate", "phi/rate", *adam} | {name for name in tensors if name.startswith("run/0/")} == set(tensors)
+
+
+def test_adams_moments_lie_beside_their_parameters():
+    """Those of a parameter without dimensions as well, such as the gated rule's scale; the step count stays."""
+    kept = Adam(optimisers.make("coordinatewise", hidden_size=3), None, MetaTrainSettings())
+    for parameter in kept.optimiser.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    kept.adam.step()
+    other = Adam(optimisers.make("coordinatewise", hidden_size=3).double(), None, MetaTrainSettings())
+    other.load_state_dict(*kept.state_dict())
+    assert any(parameter.dim() == 0 for parameter in other.optimiser.parameters())
+    for parameter in other.optimiser.parameters():
+        state = other.adam.state[parameter]
+        assert [state[key].dtype for key in ("exp_avg", "exp_avg_sq", "step")] == [torch.float64] * 2 + [torch.float32]

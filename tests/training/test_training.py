@@ -350,3 +350,35 @@ def test_an_optimiser_with_modes_is_told_them():
     plain = training.train(task, partial(torch.optim.SGD, lr=0.01), TrainSettings(steps=6, evaluate_every=2))
     other = training.train(task, partial(TwoPlaced, lr=0.01), TrainSettings(steps=6, evaluate_every=2))
     laws.assert_close(other.params["theta"], plain.params["theta"] + 1, 1e-5)
+
+
+class Drawing(torch.optim.SGD):
+    """Adds noise from the global generator, as Langevin dynamics do."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data += 0.1 * torch.randn_like(parameter)
+        return loss
+
+
+def test_an_optimiser_that_draws_is_the_same_in_every_run():
+    task, found = optimisees.make("quadratic", size=3), []
+    for seed in (0, 0, 1):
+        torch.randn(5)  # what others draw does not matter
+        settings = TrainSettings(steps=6, evaluate_every=2)
+        found.append(training.train(task, partial(Drawing, lr=0.01), settings, seed=seed).params["theta"])
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+
+
+class WithoutRate(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {"size": 0.1})
+
+
+def test_groups_without_a_rate_are_refused(monkeypatch):
+    monkeypatch.setattr(build, "_factory", lambda *args: WithoutRate)
+    with pytest.raises(UserError, match="expected groups with a rate, 'lr', found none"):
+        build.build_training(configs.load(config(), kind=TrainConfig))
