@@ -157,7 +157,9 @@ def _run_job(run: Callable[[J, Report], object], job: J) -> bool:
     try:
         run(job, send)
     except Exception as error:
-        raise _sendable(error) from None
+        if (told := _sendable(error)) is error:
+            raise  # with its cause
+        raise told from None
     return_freed_memory()
     return bool(last)
 

@@ -22,6 +22,8 @@ from torch.utils.data import (
 
 import l2lopt
 from l2lopt.core.errors import UserError
+from l2lopt.core.layout import Layout
+from l2lopt.optimisee import evaluate_rows, evaluate_split
 
 INPUTS = torch.arange(600 * 3, dtype=torch.float32).view(600, 3) / 1800
 TARGETS = torch.arange(600) % 2
@@ -241,3 +243,17 @@ def test_what_would_end_a_run_at_its_first_evaluation_is_refused(given, message)
     settings = {"loss": nn.functional.cross_entropy, "train": samples, **given}
     with pytest.raises(UserError, match=message):
         l2lopt.make_optimisee(lambda: nn.Linear(3, 2), **settings)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_the_mean_over_many_samples_is_right_in_half_precision(dtype):
+    """A sum in half precision would overflow, or lose its digits."""
+    inputs = torch.randn(120_000, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
+    test = inputs, torch.zeros(len(inputs), dtype=torch.long)
+    train = tuple(part[:20] for part in test)
+    task = l2lopt.make_optimisee(lambda: nn.Linear(3, 2).to(dtype), nn.functional.cross_entropy, train, test=test)
+    params, aux = task.init(0)
+    layout = Layout.of(params)
+    found = evaluate_rows(task, layout, "test", [0, 0], layout.ravel(params).expand(2, -1), {})
+    expected = evaluate_split(task, "test", 0, params, aux)["loss"]
+    assert found.tolist() == pytest.approx([expected] * 2, rel=1e-3)
