@@ -28,7 +28,7 @@ class ModuleOptimisee(Optimisee):
     Buffers that the model moves in training (batch norm's running statistics) become Aux, and so do parameters that
     require no gradient, which stay as they are; a sample's gradient never changes the module itself. Dropout layers are
     given their masks by the batch, so that the loss stays pure. Models that draw random numbers otherwise, use a
-    dropout layer twice or overwrite a buffer are refused.
+    dropout layer twice, overwrite a buffer or change their inputs in place are refused.
 
     Args:
         factory: Function that makes a freshly initialised model, drawing from PyTorch's global generator.
@@ -202,16 +202,17 @@ class ModuleOptimisee(Optimisee):
         for name, layer in trial.named_modules():
             if isinstance(layer, GivenMask):
                 layer.register_forward_pre_hook(lambda layer, args, name=f"{name}.mask": see(name, layer, args[0]))
-        buffers = dict(trial.named_buffers())
+        buffers, samples = dict(trial.named_buffers()), self.data.train_inputs[: min(2, self.batch_size)]
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             before = torch.get_rng_state()
             try:
-                trial(self.data.train_inputs[: min(2, self.batch_size)])
+                _check_inputs_stay(trial, samples)
             except ValueError as error:
                 if "more than 1 value per channel" not in str(error):
                     raise
                 remedy = "raise it, or take another norm"
                 raise UserError("batch_size", expected="2 or more, for batch norm", found="1", remedy=remedy) from error
+            _check_inputs_stay(copy.deepcopy(self._testing), samples)
             if not torch.equal(before, torch.get_rng_state()):
                 remedy = "use dropout layers, or write an Optimisee that puts the noise into its batch"
                 raise UserError("model", expected="a loss that is pure", found="random numbers in it", remedy=remedy)
@@ -220,6 +221,17 @@ class ModuleOptimisee(Optimisee):
                 remedy = "update it in place, for instance with copy_"
                 raise UserError(f"buffer {name!r}", expected="a buffer that stays", found="a new one", remedy=remedy)
         return masks
+
+
+def _check_inputs_stay(module: nn.Module, samples: Tensor) -> None:
+    """One forward pass on a copy of the samples, which must leave them as they are: they are used again."""
+    inputs = samples.clone()
+    version = inputs._version
+    module(inputs)
+    if inputs._version != version:
+        expected, found = "a forward pass that leaves its inputs as they are", "inputs changed in place"
+        remedy = "give its first layer inplace=False, or clone the inputs"
+        raise UserError("model", expected=expected, found=found, remedy=remedy)
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:

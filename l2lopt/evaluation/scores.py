@@ -17,6 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+_LEAST = 1e-12
+"""Loss below which `log_losses` is no logarithm."""
+
 
 class Interval(NamedTuple):
     """A number and its 95 % interval.
@@ -52,6 +55,16 @@ def finite_or_infinite(losses: Tensor) -> Tensor:
     """The losses as float64, +∞ where they are not finite; −∞ as well, which no run can mean."""
     found = losses.double()
     return torch.where(found.isfinite(), found, torch.inf)
+
+
+def log_losses(losses: Tensor) -> Tensor:
+    """The logarithm ln ℓ as float64, and from ε = 10⁻¹² down ln ε − asinh(ε − ℓ): losses below 0 have an order, too.
+
+    It rises with the loss everywhere; +∞ where the loss is not finite.
+    """
+    found = finite_or_infinite(losses)
+    beyond = math.log(_LEAST) - (_LEAST - found).asinh()
+    return torch.where(found > _LEAST, found.clamp(min=_LEAST).log(), beyond)
 
 
 def loss_matrix(losses: Mapping[int, Tensor]) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from l2lopt.core.seeding import seed_of
 from l2lopt.core.types import Report, silent
 from l2lopt.estimators import MetaGradientEstimator
 from l2lopt.evaluation.free_runs import run_groups
-from l2lopt.evaluation.scores import finite_or_infinite
+from l2lopt.evaluation.scores import log_losses
 from l2lopt.experiments import from_python
 from l2lopt.experiments.config import Config, TrainConfig, problem_name
 from l2lopt.experiments.size_check import check_sizes
@@ -51,7 +51,8 @@ class Experiment(NamedTuple):
     def score(self, optimiser: Optimiser, report: Report = silent) -> dict[str, float]:
         """The validation scores: problem → log of the mean loss over seeds, mean over horizons; lower is better.
 
-        A loss that is not finite makes that of its problem infinite.
+        A loss that is not finite makes that of its problem infinite; one below 0 has no logarithm, see
+        `scores.log_losses`.
         """
         settings, optimiser = self.config.validation, kernels.fuse(optimiser, self.config.backend)
         seeds = [seed_of("validation", self.config.seed, index) for index in range(settings.seeds)]
@@ -70,8 +71,7 @@ class Experiment(NamedTuple):
                 rows=settings.rows,
                 fit="inner" if settings.split == "heldout" else "train",
             )
-            means = run.losses[settings.split].double().mean(1).clamp(min=1e-12)
-            scores[name] = float(finite_or_infinite(means.log()).mean())
+            scores[name] = float(log_losses(run.losses[settings.split].double().mean(1)).mean())
         return scores
 
 

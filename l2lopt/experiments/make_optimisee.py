@@ -119,7 +119,11 @@ def _first_evaluation(optimisee: ModuleOptimisee) -> None:
     with torch.no_grad():
         params, aux = optimisee.init(0)
         optimisee.evaluate(params, aux, batch)
-        optimisee.metrics(params, aux, batch)
+        found = optimisee.metrics(params, aux, batch)
+    for name, value in found.items():
+        if torch.as_tensor(value).numel() != 1:
+            shape, remedy = f"shape {list(value.shape)}", "give its mean over samples"
+            raise UserError(f"metric {name!r}", expected="one number", found=shape, remedy=remedy)
 
 
 def _check_loss(where: str, value: Tensor) -> None:

@@ -7,7 +7,7 @@ import statistics
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from scipy import stats
@@ -48,6 +48,19 @@ def trimmed_mean(values):
 def test_what_is_not_finite_is_infinite(row):
     found = scores.finite_or_infinite(torch.tensor(row)).tolist()
     assert found == [value if math.isfinite(value) else INF for value in row]
+
+
+@few
+@given(st.lists(losses, min_size=2, max_size=6))
+@example([1e-12, 1e-13, 0.0, -1e-13, -3.0, -5.0, -1e300, INF])
+def test_logarithms_keep_the_order_of_losses_of_either_sign(row):
+    found = scores.log_losses(torch.tensor(row, dtype=torch.float64)).tolist()
+    for (one, log), (other, log_of_other) in itertools.pairwise(sorted(zip(row, found, strict=True))):
+        assert log <= log_of_other
+        assert log < log_of_other or one == other or abs(one - other) < 1e-10 * max(1, abs(one))
+    for loss, log in zip(row, found, strict=True):
+        assert log == (pytest.approx(math.log(loss)) if 1e-12 < loss < INF else log)
+        assert (log == INF) == (loss == INF)
 
 
 def test_a_matrix_of_losses_is_in_the_order_of_the_steps():

@@ -22,6 +22,7 @@ from l2lopt.core.layout import Layout
 from l2lopt.experiments import build, runs
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.run_folder import claimed
+from optimisees.quadratic import Quadratic
 
 RECIPE = configs.shipped("digits-coordinatewise.toml")
 SMALL = [
@@ -193,6 +194,20 @@ def test_a_validation_of_an_infinite_loss_is_infinite():
     diverging = optimisers.make("sgd", lr=10.0)
     (score,) = build.build(config).score(diverging).values()
     assert score == math.inf
+
+
+class Below(Quadratic):
+    """A quadratic whose loss is 100 less, as a log-likelihood may be below 0."""
+
+    def evaluate(self, params, aux, batch):
+        return super().evaluate(params, aux, batch) - 100
+
+
+def test_validations_of_losses_below_0_have_an_order():
+    config = configs.load({"optimisee": {"name": "quadratic", "size": 4}, "validation": {"seeds": 2, "horizons": [9]}})
+    experiment = build.build(config)._replace(validated_on=[Below(size=4)])
+    worse, better = (optimisers.make("sgd", lr=lr) for lr in (1e-4, 1e-2))
+    assert sum(experiment.score(better).values()) < sum(experiment.score(worse).values()) < 0
 
 
 @pytest.mark.parametrize(

@@ -232,11 +232,15 @@ def test_a_share_must_leave_samples_to_both(share):
         ),
         ({"metrics": {"step": lambda outputs, targets: outputs.mean()}}, "beside the log's own, found 'step'"),
         ({"metrics": {"wrong": lambda outputs, targets: outputs @ targets}}, "metrics, and the loss on test samples"),
+        (
+            {"metrics": {"hits": lambda outputs, targets: outputs.argmax(1) == targets}},
+            "'hits': expected one number",
+        ),
         ({"test": (torch.zeros(5, 9), torch.zeros(5).long())}, "metrics, and the loss on test samples"),
         ({"test": (torch.zeros(0, 3), torch.zeros(0).long())}, "test: expected at least one test sample"),
         ({"loss": lambda outputs, targets: outputs.mean().item()}, "expected a batch that goes through"),
     ],
-    ids=["called loss", "called step", "metric", "test shape", "no test", "a float"],
+    ids=["called loss", "called step", "metric", "a metric of many numbers", "test shape", "no test", "a float"],
 )
 def test_what_would_end_a_run_at_its_first_evaluation_is_refused(given, message):
     samples = torch.ones(20, 3), torch.zeros(20).long()

@@ -116,6 +116,22 @@ def test_functional_dropout_is_refused():
         module_optimisee(nn.Flatten, linear(18, 3), Functional)
 
 
+@pytest.mark.parametrize(
+    "layers",
+    [
+        pytest.param([lambda: nn.ReLU(inplace=True)], id="at once"),
+        pytest.param([nn.Flatten, lambda: nn.ReLU(inplace=True)], id="a view of them"),
+        pytest.param([nn.Dropout, lambda: nn.ReLU(inplace=True)], id="in test mode alone"),
+    ],
+)
+def test_a_module_that_changes_its_inputs_is_refused(layers):
+    """The samples are the caller's, and the next step's."""
+    before = IMAGES.train_inputs.clone()
+    with pytest.raises(UserError, match="found inputs changed in place; give its first layer inplace=False"):
+        module_optimisee(*layers, nn.Flatten, linear(18, 3))
+    assert torch.equal(IMAGES.train_inputs, before)
+
+
 class Twice(nn.Module):
     """Sends its input through one dropout layer two times."""
 
