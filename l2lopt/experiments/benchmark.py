@@ -66,6 +66,7 @@ def benchmark(
         beside: File of an earlier result, `benchmark.json`, whose runs stand in the report wherever this benchmark has
             none, so that a new rule meets baselines that were tuned elsewhere; see `benchmark_result.joined`.
         jobs: Number of processes that make runs at the same time; 1 for problems that were made in Python.
+            With more, a script's own work must be under `if __name__ == "__main__":`.
         report: Progress.
 
     Returns:

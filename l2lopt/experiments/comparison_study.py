@@ -100,7 +100,8 @@ def reproduce(
         cache: Folder of the cached groups of runs, which benchmarks and other studies of optimisers may share: a group
             is found where problem, optimiser, seeds, rates and horizons are equal, and its times are those of when it
             was made. By default each group lies in the study's folder.
-        jobs: Number of processes that make the study's parts at the same time.
+        jobs: Number of processes that make the study's parts at the same time. With more than one, a script's own work
+            must be under `if __name__ == "__main__":`.
         report: Progress; with several processes as `jobs.run_jobs` gives it.
 
     Returns:

@@ -50,12 +50,14 @@ def run_jobs(run: Callable[[J, Report], object], jobs: Sequence[J], processes: i
     Args:
         run: (job, report of its progress) → anything. With several processes it is pickled, and so is the job.
         jobs: Jobs, in the order in which they are begun.
-        processes: Number of jobs at a time. With 1 they run in this process.
+        processes: Number of jobs at a time. With 1 they run in this process. With more each process imports the script
+            anew, whose own work must be under `if __name__ == "__main__":`.
         report: Progress. With several processes the stage of a job is "<number of its process>: <stage>", and the stage
             "study" counts the jobs done, without those whose result was there already.
 
     Raises:
-        UserError: If a process was killed from outside, for want of memory perhaps.
+        UserError: If a process was killed from outside, for want of memory perhaps, or could not begin, as in a script
+            that each process would run again.
     """
     if processes == 1:
         for job in jobs:
@@ -89,9 +91,16 @@ def run_jobs(run: Callable[[J, Report], object], jobs: Sequence[J], processes: i
                 if not done and any(worker.exitcode is not None for worker in workers):
                     raise BrokenProcessPool  # the pool may miss a killed process and wait for ever
         except BaseException as error:
+            ended = [worker.exitcode for worker in workers if (worker.exitcode or 0) > 0]  # below 0: by a signal
             for worker in workers:
                 worker.kill()  # safe at any moment: files are written under another name and renamed
             pool.shutdown(wait=False, cancel_futures=True)
+            if isinstance(error, BrokenProcessPool) and ended:
+                expected, found = "processes that begin", f"one that ended with code {ended[0]}"
+                remedy = (
+                    'take jobs=1, or put the script\'s work under if __name__ == "__main__": (each of them imports it)'
+                )
+                raise UserError("jobs", expected=expected, found=found, remedy=remedy) from None
             if isinstance(error, BrokenProcessPool):
                 expected, found = "every process to live", "one that was killed, for want of memory perhaps"
                 raise UserError("jobs", expected=expected, found=found, remedy="lower --jobs, and go on") from None

@@ -93,6 +93,19 @@ def test_no_process_outlives_the_one_that_began_it(tmp_path):
     pytest.fail("the process goes on")
 
 
+@pytest.mark.slow
+def test_a_script_without_a_main_guard_is_told_of_it(tmp_path):
+    """Each process imports the script, and would run it again."""
+    script = tmp_path / "unguarded.py"
+    script.write_text("import test_jobs as t\nt.run_jobs(t.odd, [1, 2], 2, t.silent)\n")
+    search = {"PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run([sys.executable, script], env={**os.environ, **search}, capture_output=True, text=True)
+    last = done.stderr.strip().splitlines()[-1]
+    assert (
+        "jobs: expected processes that begin, found one that ended with code 1; take jobs=1, or put the script" in last
+    )
+
+
 def endless(path, report):
     """A piece without an end, which can be seen to go on."""
     for step in range(10**6):
