@@ -97,9 +97,7 @@ def run_jobs(run: Callable[[J, Report], object], jobs: Sequence[J], processes: i
             pool.shutdown(wait=False, cancel_futures=True)
             if isinstance(error, BrokenProcessPool) and ended:
                 expected, found = "processes that begin", f"one that ended with code {ended[0]}"
-                remedy = (
-                    'take jobs=1, or put the script\'s work under if __name__ == "__main__": (each of them imports it)'
-                )
+                remedy = "put the script's work under if __name__ == '__main__':, since each imports it, or take jobs=1"
                 raise UserError("jobs", expected=expected, found=found, remedy=remedy) from None
             if isinstance(error, BrokenProcessPool):
                 expected, found = "every process to live", "one that was killed, for want of memory perhaps"

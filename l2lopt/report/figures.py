@@ -114,6 +114,8 @@ def loss_curves(
 ) -> list[Path]:
     """Draws training and test loss against the step from 0 on, log axes, mean and 95 % band for each optimiser.
 
+    Where a mean is below 0 the axis of losses is linear.
+
     Where a curve rises to twice the loss before the first step, as in test mode while batch norm's running statistics
     lag behind large steps, the panels begin at a hundredth of the steps and are as high as the losses from a tenth of
     the steps on that are below the first: curves leave them, so that it can be seen what they come to.
@@ -203,7 +205,7 @@ def _panel(
 ) -> None:
     ordered = sorted(bands.items(), key=lambda item: item[0][1] != "learned")
     counts = {"learned": 0, "baseline": 0}
-    limits = _limits(bands.values()) if spiky else None
+    limits, negative = _limits(bands.values()) if spiky else None, _negative(bands.values())
     for index, ((name, kind), band) in enumerate(ordered):
         palette = LEARNED if kind == "learned" else BASELINES
         colour = palette[counts[kind] % len(palette)]
@@ -211,7 +213,7 @@ def _panel(
         steps, mean, low, high, _ = _cut(band, pieces[name])
         # The band of a curve that is outside would hide others.
         inside = None if limits is None else mean <= limits[1]
-        lower = np.maximum(low, mean / 10)
+        lower = low if negative else np.maximum(low, mean / 10)
         panel.fill_between(steps, lower, high, where=inside, color=colour, alpha=0.18, linewidth=0)
         marks = range(index % 4, len(steps), max(1, len(steps) // 8))
         panel.plot(
@@ -228,8 +230,11 @@ def _panel(
     for step in breaks:
         panel.axvline(step, color="black", linewidth=0.5, alpha=0.35, linestyle=(0, (1, 3)))
     last = max(float(band.steps[-1]) for band in bands.values())
-    panel.set(yscale="log", xlabel="step", ylim=limits)
-    log_losses(panel)
+    if negative:
+        panel.set(xlabel="step", ylim=_linear_limits(bands.values()))
+    else:
+        panel.set(yscale="log", xlabel="step", ylim=limits)
+        log_losses(panel)
     log_steps(panel, last)
     if spiky:  # earlier, most curves are outside
         panel.set_xlim(last / 100, last)
@@ -251,7 +256,21 @@ def _means(bands: Collection[Band], begin: float) -> np.ndarray:
 
 def _rises(bands: Collection[Band]) -> bool:
     """Whether a mean rises to twice that at step 0, and another is to be seen late in the runs."""
-    return bool((_means(bands, 0) >= 2 * _first(bands)).any()) and _limits(bands) is not None
+    return not _negative(bands) and bool((_means(bands, 0) >= 2 * _first(bands)).any()) and _limits(bands) is not None
+
+
+def _negative(bands: Collection[Band]) -> bool:
+    """Whether a mean is below 0, which no logarithm has."""
+    return any(bool((band.mean[np.isfinite(band.mean)] < 0).any()) for band in bands)
+
+
+def _linear_limits(bands: Collection[Band]) -> tuple[float, float]:
+    """Around all means, without those that are further above the largest at step 0 than that is above the lowest."""
+    means = np.concatenate([band.mean[np.isfinite(band.mean)] for band in bands])
+    low, first = float(means.min()), _first(bands)
+    high = float(means[means <= 2 * first - low].max())  # infinite bound: all of them
+    margin = 0.05 * (high - low) or 1.0
+    return low - margin, high + margin
 
 
 def _limits(bands: Collection[Band]) -> tuple[float, float] | None:

@@ -107,6 +107,17 @@ def test_all_of_other_curves_is_in_the_picture():
     assert panel_of([4.0], [5.0], steps=(0,)).get_ylim()[0] < 4.0
 
 
+def test_losses_below_0_have_a_linear_axis():
+    panel = panel_of([4.0, 1.0, -3.0], [4.0, 2.0, -1.0])
+    assert panel.get_yscale() == "linear"
+    assert panel.get_ylim() == pytest.approx((-3.35, 4.35))
+    assert panel_of([4.0, 1.0, -3.0], [4.0, 1e5, 1e9]).get_ylim() == pytest.approx((-3.35, 4.35))
+    assert panel_of([4.0, 1.0, -3.0], [4.0, np.nan, np.inf]).get_ylim() == pytest.approx((-3.35, 4.35))
+    assert panel_of([-3.0, 1.0], steps=(1, 10)).get_ylim() == pytest.approx((-3.2, 1.2))
+    assert panel_of([-3.0], steps=(1,)).get_ylim() == (-4.0, -2.0)
+    assert panel_of([4.0, 1.0, 0.0]).get_yscale() == "log"
+
+
 def test_both_panels_of_one_picture_begin_at_one_step(tmp_path, monkeypatch):
     rows = [f"a,learned,0,{t},{s},{loss}\n" for s in ("train", "test") for t, loss in ((0, 2), (1, 1.5), (9, 1))]
     rows += [f"b,learned,0,{t},test,{loss}\n" for t, loss in ((0, 2), (1, 50), (9, 1))]
