@@ -164,6 +164,10 @@ def evaluate(
     folders = [Path(run) for run in runs]
     if not folders:
         raise UserError("evaluate", expected="at least one run", found="none", remedy="name a run's folder")
+    places = [folder.resolve() for folder in folders]
+    for index, folder in enumerate(folders):
+        if places[index] in places[:index]:
+            raise UserError("evaluate", expected="each run once", found=f"{folder} again", remedy="leave it out")
     settings = [meta_training_config(folder, changes) for folder in folders]
     for folder, other in zip(folders[1:], settings[1:], strict=True):
         for key in ("optimisee", "seed", "evaluation"):
@@ -175,15 +179,13 @@ def evaluate(
         learned, rules = {}, {}
         for folder, own in zip(folders, settings, strict=True):
             names = (own.name, f"{own.name} ({folder.name})", f"{own.name} ({folder})")
-            name = next((name for name in names if name not in learned), None)
-            if name is None:
-                raise UserError("evaluate", expected="each run once", found=f"{folder} again", remedy="leave it out")
+            name = next(name for name in names if name not in learned)
             optimiser = build.match_dtype(
                 weights.load(folder / "optimiser.safetensors", trusted=True), [first.optimisee]
             )
             rules[name] = optimiser
             learned[name] = kernels.fuse(optimiser.to(build.device(own.device)), own.backend)
-        locks = [locked(folder) for folder in {folder.resolve(): folder for folder in folders}.values()]
+        locks = [locked(folder) for folder in folders]
         processes.on_first(lambda: list(map(held.enter_context, locks)))
         asked = settings[0].evaluation
         caches: Mapping[str, FileCache] = {}

@@ -215,17 +215,18 @@ def step_times(
         axis: Label of the axis.
     """
     with sheet_style():
-        shown = {plain(name, 30): (values, lines[name]) for name, values in ratios.items()}
-        left = 0.08 * max((len(label) for label in shown), default=1) + 0.2
-        size, margins = (2.4 + left, 0.9 + 0.26 * len(shown)), Margins(left, 0.2, 0.14, 0.66)
+        labels = [plain(name, 30) for name in ratios]  # two may be alike
+        left = 0.08 * max(map(len, labels), default=1) + 0.2
+        size, margins = (2.4 + left, 0.9 + 0.26 * len(labels)), Margins(left, 0.2, 0.14, 0.66)
         sheet = Sheet(1, 1, size, {}, margins, "a dot for each task, a bar at the median")
         axes = sheet.axes[0]
-        for place, (values, line) in enumerate(shown.values()):
+        for place, (name, values) in enumerate(ratios.items()):
+            line = lines[name]
             axes.plot(values, [place] * len(values), "o", color=line.colour, alpha=0.45, markersize=4)
             axes.plot([np.median(values)] * 2, [place - 0.34, place + 0.34], color=line.colour, linewidth=2.6)
-        axes.set(xscale="log", ylim=(len(shown) - 0.5, -0.5))
+        axes.set(xscale="log", ylim=(len(labels) - 0.5, -0.5))
         axes.set_xlabel(plain(axis, 32), parse_math=False)
-        axes.set_yticks(range(len(shown)), list(shown), parse_math=False)
+        axes.set_yticks(range(len(labels)), labels, parse_math=False)
         every = [value for values in ratios.values() for value in values]
         _mark_times(axes, min(every, default=1.0), max(every, default=1.0))
         axes.axvline(1, color="#000000", linewidth=0.8, alpha=0.5)

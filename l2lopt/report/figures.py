@@ -83,19 +83,22 @@ def read(path: Path) -> dict[tuple[str, str, str], Band]:
 def read_training(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Stage → (steps, losses), in the order in which they come, from the `metrics.jsonl` of a training.
 
-    A loss that was not finite is NaN.
+    A loss that was not finite is NaN. A last line that a kill has cut short is passed over.
 
     Raises:
         UserError: For a missing file, one without a loss, or a line that cannot be read (with its number).
     """
     existing(path, "a training's records", "run l2lopt train first")
     found: dict[str, list[tuple[int, float]]] = {"train": []}
-    for number, text in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+    whole = path.read_text(encoding="utf-8", errors="replace")
+    for number, text in enumerate(whole.splitlines(), start=1):
         try:
             line = json.loads(text)
             loss = math.nan if line["loss"] is None else float(line["loss"])
             found.setdefault(str(line["stage"]), []).append((int(line["step"]), loss))
         except (TypeError, ValueError, KeyError):
+            if number > 1 and whole.endswith(text):  # no end of a line behind it
+                break
             place, remedy = f"{path}, line {number}", "train again"
             raise UserError(place, expected="a loss", found=text[:80], remedy=remedy) from None
     curves = {stage: np.array(pairs, dtype=float).T for stage, pairs in found.items() if pairs}

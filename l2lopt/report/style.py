@@ -61,8 +61,9 @@ STYLE: dict[Any, Any] = {
 
 
 def shown(name: str) -> str:
-    """A name as Matplotlib is to show it: between two $ it would read a formula."""
-    return printable(name).replace("$", r"\$")
+    """A name as Matplotlib shows it: between two $ it would read a formula; no legend has one that begins with _."""
+    text = printable(name).replace("$", r"\$")
+    return f" {text}" if text.startswith("_") else text
 
 
 class Line(NamedTuple):

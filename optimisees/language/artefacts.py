@@ -36,10 +36,10 @@ class Writer(Protocol):
 
 
 def text_metrics(loss: float, unit: Unit) -> dict[str, float]:
-    """The perplexity of a mean loss in nats per token, and of characters the bits of each."""
+    """The perplexity of a mean loss in nats per token, and of characters the bits of each; +∞ from e⁷⁰⁹ on."""
     bits = {"bits_per_character": loss / math.log(2)} if unit == "character" else {}
     # math.exp raises an error above 709, where a run that diverged easily gets.
-    return {**bits, "perplexity": math.exp(min(loss, 700.0))}
+    return {**bits, "perplexity": math.inf if loss > 709 else math.exp(loss)}
 
 
 def continuation(

@@ -23,7 +23,6 @@ def neighbour_curves(
     with plt.rc_context(style.STYLE):
         figure, panel = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
         for index, (encoder, runs) in enumerate(curves.items()):
-            label = style.shown(encoder)
             colour, k = style.LEARNED[index % len(style.LEARNED)], np.arange(1, runs.shape[1] + 1)
             panel.fill_between(k, runs.min(0), runs.max(0), color=colour, alpha=0.18, linewidth=0)
             panel.plot(
@@ -31,7 +30,7 @@ def neighbour_curves(
                 runs.mean(0),
                 color=colour,
                 linestyle=style.DASHES[index % len(style.DASHES)],
-                label=style.shown(label),
+                label=style.shown(encoder),
             )
         panel.set(xlabel="number of nearest neighbours k", ylabel="mean scaled distance A(k)", ylim=(0, None))
         panel.grid(True, which="major", linewidth=0.4, alpha=0.5)

@@ -70,13 +70,17 @@ class RawSignals(References):
         """The "retrieval" by the distances between the test windows, and their A(k), under both scalings.
 
         "curve" has the distances scaled together, "curve_each" each sample's by themselves. "coupling" is the mean c of
-        a trained coupled encoder on the test windows, and None for all others.
+        a trained coupled encoder on the test windows, and None for all others. Of a trained encoder that has diverged
+        "retrieval" and curves are None.
 
         Raises:
-            UserError: For distances that are not finite.
+            UserError: For a reference's distances that are not finite.
         """
         distances = self._distances(optimisee, run, report)
-        if not distances.isfinite().all():
+        finite = bool(distances.isfinite().all())
+        if not finite and run.trained is not None:
+            return dict.fromkeys(("retrieval", *map(_curve, SCALINGS), "coupling"))
+        if not finite:
             remedy = "lower the rate, or clip the gradient"
             raise UserError(str(run.folder), expected="finite distances", found="others", remedy=remedy)
         windows = optimisee.windows("test")
@@ -121,8 +125,12 @@ class RawSignals(References):
             ("together", "neighbour-curves", "test windows"),
             ("each", "neighbour-curves-each", "test windows, each scaled by its own distances"),
         ):
-            curves = {label: np.array([one[_curve(scaling)] for one in own]) for label, own in trained.items()}
-            paths += neighbour_curves(curves, folder, title=title, name=name)
+            curves = {
+                label: np.array([one[_curve(scaling)] for one in own if one["retrieval"] is not None])
+                for label, own in trained.items()
+            }
+            curves = {label: runs for label, runs in curves.items() if len(runs)}
+            paths += neighbour_curves(curves, folder, title=title, name=name) if curves else []
         return paths
 
 
@@ -132,12 +140,12 @@ def _curve(scaling: str) -> str:
 
 
 def _reader(*keys: str) -> Callable[[Result], Any]:
-    """A function that reads one number of a result's "retrieval"."""
+    """A function that reads one number of a result's "retrieval", None of an encoder that has diverged."""
 
     def read(result: Result) -> Any:
         value = result["retrieval"]
         for key in keys:
-            value = value[key]
+            value = None if value is None else value[key]
         return value
 
     return read

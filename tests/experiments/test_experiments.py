@@ -341,7 +341,7 @@ def test_runs_of_one_name_keep_a_line_each(run, tmp_path):
         len({row.optimiser for row in result.table if row.kind == "learned"}) == 6
     )  # each as it is and with its multiplier tuned
     with pytest.raises(UserError, match="evaluate: expected each run once"):
-        l2lopt.evaluate(*[tmp_path / "a" / "lstm"] * 4)
+        l2lopt.evaluate(tmp_path / "a" / "lstm", tmp_path / "b" / ".." / "a" / "lstm")
 
 
 def test_the_curve_of_an_interrupted_training_is_drawn(tmp_path):

@@ -1,10 +1,12 @@
 """Sequence metrics from the command line, on a small UCI HAR in the distributor's format, and studies of them."""
 
 import json
+import math
 import os
 import re
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import laws
 import pytest
@@ -19,7 +21,9 @@ from test_training import files
 
 import l2lopt
 from l2lopt.core.errors import UserError
+from l2lopt.core.references import StudyRun
 from l2lopt.core.seeding import seed_of
+from l2lopt.core.types import silent
 from l2lopt.experiments import build, comparison_study, runs, training_study
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import TrainConfig
@@ -211,6 +215,18 @@ def made(run):
     """The parameters that a run has left."""
     _, tensors = tensor_file.read(run / "model.safetensors", "l2lopt.model", "a model", "")
     return {name.removeprefix("params/"): value for name, value in tensors.items() if name.startswith("params/")}
+
+
+def test_an_encoder_that_has_diverged_does_not_end_a_study(tmp_path):
+    model = SimpleNamespace(inputs=lambda split: None, all_distances=lambda *args: torch.full((3, 3), math.nan))
+    references, trained = RawSignals(), SimpleNamespace(params={}, metrics={"coupling": math.nan})
+    result = references.result(model, StudyRun("trained", 0, tmp_path, trained), silent)
+    assert result == {"retrieval": None, "curve": None, "curve_each": None, "coupling": None}
+    assert {column.read(result) for column in references.columns(result)} == {None}
+    assert references.figures({"lost": {"0": result}}, (), tmp_path) == []
+    model.init = lambda seed: ({}, {})
+    with pytest.raises(UserError, match="expected finite distances"):  # one untrained has not diverged
+        references.result(model, StudyRun("untrained", 0, tmp_path, None), silent)
 
 
 def test_a_study_may_do_without_untrained_encoders():

@@ -22,7 +22,7 @@ from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import TrainConfig
 from optimisees.data.text import EOS, Corpus, Vocabulary
 from optimisees.language import language_model
-from optimisees.language.artefacts import continuation
+from optimisees.language.artefacts import continuation, text_metrics
 from optimisees.language.language_model import LanguageModel
 from optimisees.language.windows import cut_windows
 
@@ -411,6 +411,12 @@ def test_an_optimiser_is_meta_trained_and_compared(tmp_path):
     training = {"threads": 1, "optimisee": config["optimisee"], "optimiser": optimiser}
     trained = l2lopt.train(training, tmp_path / "trained", changes=["train.epochs=1"])
     assert math.isfinite(trained.metrics["perplexity"])
+
+
+@pytest.mark.parametrize(("loss", "perplexity"), [(2.0, math.exp(2)), (709.0, math.exp(709)), (1e4, math.inf)])
+def test_the_perplexity_of_a_loss_without_bound_is_infinite(loss, perplexity):
+    assert text_metrics(loss, "character") == {"perplexity": perplexity, "bits_per_character": loss / math.log(2)}
+    assert math.isnan(text_metrics(math.nan, "word")["perplexity"])
 
 
 def test_a_model_that_has_diverged_writes_nothing():

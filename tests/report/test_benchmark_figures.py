@@ -56,6 +56,17 @@ def test_lines_differ_and_rules_stand_out():
     assert min(widths["learned"] | widths["harness"]) > max(widths["baseline"])
 
 
+def test_names_alike_but_for_their_ends_have_step_times_of_their_own(tmp_path, monkeypatch):
+    names = [f"{'a' * 40}{letter}" for letter in "bc"]
+    monkeypatch.setattr(panels.Sheet, "write", lambda sheet, folder, name: sheet)
+    ratios = dict(zip(names, ([1.0, 2.0], [3.0]), strict=True))
+    sheet = figures.step_times(ratios, dict.fromkeys(names, LINE), tmp_path, "step-times", "x")
+    assert [label.get_text() for label in sheet.axes[0].get_yticklabels()] == ["a" * 29 + "…"] * 2
+    drawn = [list(line.get_xdata()) for line in sheet.axes[0].lines if line.get_marker() == "o"]
+    assert drawn == [[1.0, 2.0], [3.0]]
+    pyplot.close("all")
+
+
 def panel(*finals, begin=2.0, steps=100, early=None):
     marks = np.array([0, 1, 10, steps // 5, steps])
     curves = []

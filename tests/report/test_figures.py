@@ -39,6 +39,17 @@ def test_a_damaged_file_is_refused(tmp_path, content, message):
         figures.read(written(tmp_path, content))
 
 
+def test_a_log_whose_last_line_a_kill_has_cut_is_read(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    line = '{"stage": "train", "step": 1, "loss": 2.0}'
+    path.write_text(f"{line}\n{line[:20]}")
+    assert figures.read_training(path)["train"][1].tolist() == [2.0]
+    for damaged in (f"{line[:20]}\n", f"{line[:20]}\n{line}\n"):
+        path.write_text(damaged)
+        with pytest.raises(UserError, match="line 1: expected a loss"):
+            figures.read_training(path)
+
+
 @pytest.mark.parametrize("splits", [("train",), ("train", "test")])
 def test_both_figures_are_drawn_even_of_runs_that_diverged(tmp_path, splits):
     rows = [
@@ -126,6 +137,12 @@ def test_both_panels_of_one_picture_begin_at_one_step(tmp_path, monkeypatch):
     figures.loss_curves(figures.read(written(tmp_path, HEADER + "".join(rows))), tmp_path)
     assert [panel.get_xlim() for panel in seen] == [(0.09, 9.0)] * 2
     figures.plt.close("all")
+
+
+def test_a_name_that_begins_with_an_underscore_is_in_the_legend():
+    panel = panel_of([4.0, 2.0, 1.0])
+    panel.plot([0, 1], [4, 3], label=figures.shown("_mine $1$"))
+    assert panel.get_legend_handles_labels()[1] == ["0", r" _mine \$1\$"]
 
 
 @pytest.mark.parametrize(
