@@ -132,12 +132,16 @@ class Stack(nn.Module):
             x = x.movedim(-2, 0)
         return self._draw(x, generator)
 
-    def backends(self, x: Tensor, lengths: Lengths | None = None) -> dict[str, tuple[str, str | None]]:
+    def backends(self, x: Tensor | PackedSequence, lengths: Lengths | None = None) -> dict[str, tuple[str, str | None]]:
         """The pass that "auto" takes for a call on x at this moment, and the reason if it is the loop.
 
         `"layer.direction"` → (name, reason), see `backends.backend`.
         """
-        steps, *batch = (x.movedim(-2, 0) if self.batch_first else x).shape[:-1]
+        if isinstance(x, PackedSequence):
+            x, lengths = unpack(x)
+        elif self.batch_first:
+            x = x.movedim(-2, 0)
+        steps, *batch = x.shape[:-1]
         some = None if lengths is None else torch.empty(batch)
         # One number, expanded: the choice depends on shape, precision and device, not on values.
         one = x.new_empty(1)

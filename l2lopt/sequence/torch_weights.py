@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from l2lopt import cells
 from l2lopt.cells import Cell
@@ -17,7 +18,9 @@ CONVERSIONS: dict[type[nn.RNNBase], Callable[[nn.RNNBase, dict[str, Tensor]], Ce
 def from_torch(module: nn.RNNBase) -> Stack:
     """A stack that is called like `module` and computes the same, with copies of its weights.
 
-    A module without biases becomes a stack with biases of zero, which are trained.
+    A module without biases becomes a stack with biases of zero, which are trained. Frozen weights stay frozen; the two
+    biases of a gate, where ours has one, only together. Of a weight that is pruned or parametrised (weight norm) the
+    value is copied that it has now, without the mask or the norm. What the module calls `hx`, the stack calls `state`.
 
     Example:
         >>> import torch
@@ -32,14 +35,15 @@ def from_torch(module: nn.RNNBase) -> Stack:
     Raises:
         UserError: For a class that has no conversion yet, and for `proj_size`.
     """
-    if type(module) not in CONVERSIONS:
-        known = ", ".join(sorted(f"nn.{kind.__name__}" for kind in CONVERSIONS))
+    kind = type_before_parametrizations(module)
+    if kind not in CONVERSIONS:
+        known = ", ".join(sorted(f"nn.{one.__name__}" for one in CONVERSIONS))
         remedy = f"choose one of {known}"
-        raise UserError("from_torch", expected="a layer with a conversion", found=type(module).__name__, remedy=remedy)
+        raise UserError("from_torch", expected="a layer with a conversion", found=kind.__name__, remedy=remedy)
     if module.proj_size:
         remedy = "build the layer without projections"
         raise UserError("from_torch: proj_size", expected="0", found=str(module.proj_size), remedy=remedy)
-    convert, directions = CONVERSIONS[type(module)], ["", "_reverse"][: 1 + module.bidirectional]
+    convert, directions = CONVERSIONS[kind], ["", "_reverse"][: 1 + module.bidirectional]
     layers = [
         [convert(module, _weights(module, f"_l{layer}{direction}")) for direction in directions]
         for layer in range(module.num_layers)
@@ -51,9 +55,12 @@ def from_torch(module: nn.RNNBase) -> Stack:
 def _weights(module: nn.RNNBase, suffix: str) -> dict[str, Tensor]:
     """Copies of one direction's weights."""
     # The underscore in "_l0" keeps this layer apart from layer 10.
-    given = {name: p.detach().clone() for name, p in module.named_parameters() if name.endswith(suffix)}
-    weights = {name.removesuffix(suffix): value for name, value in given.items()}
-    zeros = weights["weight_ih"].new_zeros(len(weights["weight_ih"]))
+    names = ["weight_ih", "weight_hh", *(("bias_ih", "bias_hh") if module.bias else ())]
+    # By attribute: a pruned or parametrised weight is no parameter of the module's own.
+    given = {name: getattr(module, f"{name}{suffix}") for name in names}
+    weights = {name: value.detach().clone().requires_grad_(value.requires_grad) for name, value in given.items()}
+    first = weights["weight_ih"]
+    zeros = first.new_zeros(len(first), requires_grad=first.requires_grad)
     return {"bias_ih": zeros, "bias_hh": zeros} | weights
 
 
@@ -84,8 +91,10 @@ def _one_bias(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _filled(cell: Cell, values: dict[str, Tensor]) -> Cell:
-    """The cell with these values, in their dtype and on their device."""
+    """The cell with these values, in their dtype and on their device, frozen where they are."""
     cell.to(values["weight_x"]).load_state_dict(values)
+    for name, parameter in cell.named_parameters():
+        parameter.requires_grad_(values[name].requires_grad)
     return cell
 
 

@@ -6,6 +6,7 @@ from implementations import normal
 from laws import assert_close
 from stacks import GRU, Elman, M, N, each_shape, lstm_state, torch_layer
 from torch import nn
+from torch.nn.utils import parametrizations, prune
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from l2lopt import cells
@@ -134,6 +135,34 @@ def test_from_torch_keeps_options_and_copies():
     with torch.no_grad():
         theirs.weight_ih_l0.zero_()
     assert torch.equal(ours(x)[0], before)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("bias", [True, False])
+def test_from_torch_leaves_frozen_what_is_frozen(kind, bias):
+    theirs = kind(N, M, 2, bias=bias)
+    theirs.weight_hh_l0.requires_grad_(False)
+    for name, value in theirs.named_parameters():
+        value.requires_grad_(value.requires_grad and not name.endswith("_l1"))
+    ours = {name: value.requires_grad for name, value in from_torch(theirs).named_parameters()}
+    assert not ours.pop("layers.0.0.cell.weight_h")
+    assert {name: trained for name, trained in ours.items() if trained != name.startswith("layers.0")} == {}
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_from_torch_takes_the_values_of_pruned_and_normed_weights(kind):
+    theirs, x = kind(N, M).double(), normal(5, 3, N)
+    prune.random_unstructured(theirs, "weight_ih_l0", 0.5)
+    parametrizations.weight_norm(theirs, "weight_hh_l0")
+    ours = from_torch(theirs)
+    assert (ours.layers[0][0].cell.weight_x == 0).any()
+    assert_close(ours(x), theirs(x))
+
+
+def test_a_packed_input_has_a_pass_as_well():
+    stack, x = from_torch(nn.LSTM(N, M, batch_first=True)), torch.zeros(4, 3, N)
+    packed = pack_padded_sequence(x, [3, 2, 2, 1], batch_first=True)
+    assert stack.backends(packed) == stack.backends(x, [3, 2, 2, 1])
 
 
 def test_from_torch_refuses_what_it_cannot_convert():
