@@ -1,5 +1,6 @@
 """The learned rule's linear maps multiplied out, so that one product a step takes raw features and h."""
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
@@ -111,6 +112,15 @@ def gradient_through(
     gradient = {name: torch.zeros_like(value) for name, value in phi.items()}
     gradient |= {f"rule.{name}": value.to(phi[f"rule.{name}"].dtype) for name, value in of_rule.items()}
     return gradient | {name: value for name, value in zip(leaves, found, strict=True) if value is not None}
+
+
+def growth_of(log_scale: Tensor) -> float:
+    """The factor exp(10 · log scale); +∞ from a thousandth of its dtype's largest number on.
+
+    A run with such steps has diverged; torch refuses a Python number beyond that dtype, which a step size may make it.
+    """
+    exponent = 10 * float(log_scale)
+    return math.exp(exponent) if exponent < math.log(torch.finfo(log_scale.dtype).max) - math.log(1e3) else math.inf
 
 
 def step_size(rule: DirectionAndMagnitude, growth: Number, step: Number) -> Number:

@@ -4,7 +4,6 @@ The statistic R of a rule is the root of the mean square of a tensor's direction
 the rule asks for that. The record has the mean square; adjoints are those of R, on both ways.
 """
 
-import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from l2lopt.core.layout import Layout, Params
 from l2lopt.estimators.window import MeanAdjoint, Window
-from l2lopt.kernels.folding import step_size
+from l2lopt.kernels.folding import growth_of, step_size
 from l2lopt.optimisers import Coordinatewise, Optimiser
 from l2lopt.optimisers.inputs import Parameter
 from l2lopt.optimisers.rules import DIRECTION, DirectionAndMagnitude, root_of_mean
@@ -85,7 +84,7 @@ def statistic_adjoint(optimiser: Coordinatewise, phi: Params, window: Window) ->
     rule, scaled = optimiser.rule, window.updates
     assert isinstance(rule, DirectionAndMagnitude)
     assert scaled is not None
-    growth = math.exp(10 * float(phi["rule.log_scale"]))
+    growth = growth_of(phi["rule.log_scale"])
     decays = [step_size(rule, growth, step) * rule.weight_decay for step in numbers(window)]
     if rule.weight_decay:
         theta = window.params

@@ -17,7 +17,7 @@ from l2lopt.core.layout import Params
 from l2lopt.core.references import References
 from l2lopt.core.registry import Choice
 from l2lopt.core.seeding import generator, seed_of, seeded
-from l2lopt.core.types import Aux, Batch
+from l2lopt.core.types import Aux, Batch, Report, silent
 from l2lopt.optimisee import Optimisee, Split, StepInfo
 from l2lopt.sequence import Stack
 from l2lopt.sequence.masks import check_share, draw
@@ -54,8 +54,8 @@ class SequenceLabelling(Optimisee):
         embedding_size: Size of tokens' vectors, where the inputs are tokens.
         dropout: Probability p of a zero in a mask.
         batch_size: Number of sequences per training step.
-        evaluation_sequences: Number of a split's sequences that the loss is evaluated on, drawn once and for all; by
-            default all. Labels and scores are of all in any case.
+        evaluation_sequences: Number of a split's sequences that an evaluation takes, drawn once and for all; by default
+            all. Accuracy and F1 at the end of a training, and labels, are of all in any case.
         dtype: Data type of the parameters and of real inputs.
         device: Device of all tensors.
 
@@ -164,6 +164,14 @@ class SequenceLabelling(Optimisee):
         pairs = [pair for one, other in zip(true, found, strict=True) for pair in zip(one, other, strict=True)]
         figures = {"accuracy": sum(one == other for one, other in pairs) / len(pairs), "f1": scores.f1}
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
+
+    def whole_metrics(self, params: Params, aux: Aux, split: Split, report: Report = silent) -> dict[str, float]:
+        """Accuracy and F1 of all sequences, where an evaluation takes fewer."""
+        if self._evaluated[split] is self._whole[split]:
+            return {}
+        with torch.no_grad():
+            found = self.metrics(params, aux, self._whole[split][0])
+        return {name: float(value) for name, value in found.items()}
 
     def evaluation_batches(self, split: Split, seed: int) -> Iterator[tuple[Batch, int]]:
         """All sequences at once, or `evaluation_sequences` of them, and the number of their positions."""

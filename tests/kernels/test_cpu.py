@@ -74,6 +74,21 @@ def test_any_shape(size, batch):
     assert_twin(reference(rule="direction-and-magnitude", size=2), size, batch, steps=2)
 
 
+@pytest.mark.parametrize("log_scale", [9.0, 100.0])
+@pytest.mark.parametrize("rule", ["gated with a learned scale", "direction-and-magnitude"])
+def test_no_step_with_a_scale_beyond_all_numbers_is_finite(rule, log_scale):
+    """As the reference does: the run has diverged, and is told so."""
+    optimiser = reference(rule=rule, dtype=torch.float32)
+    torch.nn.init.constant_(optimiser.rule.log_scale, log_scale)
+    layout, *arguments = problem(31, (), torch.float32, 1)
+    wanted, found = (
+        rolled(one.update, one.init(layout, like=arguments[0]), *arguments)[0][0]
+        for one in (optimiser, kernels.fuse(optimiser, "cpu"))
+    )
+    assert not wanted.isfinite().any()
+    assert not found.isfinite().any()
+
+
 def test_a_layout_of_nothing():
     twin, empty = kernels.fuse(reference(rule="direction-and-magnitude"), "cpu"), torch.zeros(0).double()
     update, state = twin.update_(empty, twin.init(Layout((), ()), like=empty), empty, loss=torch.tensor(1.0))

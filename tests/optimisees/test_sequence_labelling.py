@@ -241,6 +241,10 @@ def test_the_loss_can_be_evaluated_on_some_sequences_always_the_same():
     assert count == int(batch["lengths"].sum()) < positions == int(whole["lengths"].sum())
     laws.assert_same(next(made(3).evaluation_batches("train", 7))[0], batch)
     task = made(1)
-    assert len(task.label(task.init(0)[0], "train").true) == 8
+    params, aux = task.init(0)
+    assert len(task.label(params, "train").true) == 8
+    expected = evaluate_split(made(None), "train", 0, params, aux)
+    assert task.whole_metrics(params, aux, "train") == {name: expected[name] for name in ("accuracy", "f1")}
+    assert made(None).whole_metrics(params, aux, "train") == {}  # those of the evaluation are of all
     with pytest.raises(UserError, match="evaluation_sequences"):
         made(0)

@@ -3,7 +3,6 @@
 Each rule equals its namesake in `optimisers.rules`.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from l2lopt.core.layout import Params
 from l2lopt.kernels.cpu.activations import tanh_backward
 from l2lopt.kernels.cpu.block import Block
 from l2lopt.kernels.cpu.trace import Trace
-from l2lopt.kernels.folding import Folded, step_size
+from l2lopt.kernels.folding import Folded, growth_of, step_size
 from l2lopt.optimisers import rules
 from l2lopt.optimisers.rules import UpdateRule
 
@@ -146,7 +145,7 @@ class Gated(RuleKernel):
         super().__init__(rule, folded, phi, nominal)
         # Plain numbers can go into `alpha`, which saves the products with them an operation each.
         self.weights = [self.phi[name].tolist() for name in ("weight_params", "weight_gates", "bias")]
-        self._scale = 1.0 if rule.scale is None else rule.scale * math.exp(10 * float(self.phi["log_scale"]))
+        self._scale = 1.0 if rule.scale is None else rule.scale * growth_of(self.phi["log_scale"])
 
     def forward(self, outputs: Sequence[Tensor], nominal: Tensor | None, block: Block) -> Tensor:
         """−(1 − f)∘θ − s i∘g."""
@@ -212,7 +211,7 @@ class DirectionAndMagnitude(RuleKernel):
 
     def __init__(self, rule: rules.DirectionAndMagnitude, folded: Folded, phi: Params, nominal: float = 1.0) -> None:
         super().__init__(rule, folded, phi, nominal)
-        self._growth = math.exp(10 * float(self.phi["log_scale"]))
+        self._growth = growth_of(self.phi["log_scale"])
 
     def scale(self, step: int) -> float:
         """S_t at step t, counted from 1."""
