@@ -44,9 +44,10 @@ def fuse(optimiser: Optimiser, backend: str = "auto") -> Optimiser:
         raise UserError("backend", expected="a known name", found=repr(backend), remedy=remedy)
     if backend == "reference" or isinstance(optimiser, FORMS):
         return optimiser
-    if isinstance(optimiser, NormalisedMuon) and backend != "triton":
+    # The class itself: a subclass may have an update of its own.
+    if type(optimiser) is NormalisedMuon and backend != "triton":
         return FusedNormalisedMuon(optimiser)
-    if isinstance(optimiser, Hierarchical) and backend != "triton":
+    if type(optimiser) is Hierarchical and backend != "triton":
         return FusedHierarchical(optimiser)
     if isinstance(optimiser, PhiRows):
         one = fuse(optimiser.reference, backend)

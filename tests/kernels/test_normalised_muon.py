@@ -154,6 +154,14 @@ def test_any_layout(layout, batch):
     )
 
 
+@pytest.mark.parametrize("name", ["normalised-muon", "hierarchical"])
+def test_a_subclass_keeps_its_own_update(name):
+    made = optimisers.make(name)
+    assert isinstance(kernels.fuse(made), kernels.FORMS)
+    made.__class__ = type("Own", (type(made),), {"update": lambda *args, **options: None})
+    assert kernels.fuse(made) is made
+
+
 def test_a_rate_for_each_row_is_that_of_the_reference():
     plain = optimisers.make("normalised-muon", lr=torch.tensor([0.02], dtype=torch.float64))
     laws.assert_close(run(kernels.fuse(plain).update_, plain, batch=(1,)), run(plain.update, plain, batch=(1,)), 1e-12)
