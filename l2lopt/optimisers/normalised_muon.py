@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from l2lopt.core import registry
-from l2lopt.core.errors import UserError, at_least_0
+from l2lopt.core.errors import UserError, above_0, at_least_0
 from l2lopt.core.layout import Layout
 from l2lopt.core.registry import Choice
 from l2lopt.core.types import OptimiserState
@@ -29,7 +29,8 @@ class NormalisedMuon(Optimiser):
 
     - d, the direction: by default the orthogonalised Nesterov momentum of matrices and Adam's direction elsewhere
       (`directions.Orthogonalised`);
-    - r = 1/√fan-in (`Layout.fan_ins`), the usual size of initial weights, to which η is relative;
+    - r = 1/√fan-in (`Layout.fan_ins`), the usual size of initial weights, to which η is relative; of embeddings
+      `embedding_scale` times that;
     - s_t, the schedule: linear to 1 over 5 % of the run, then a half cosine to 0 at its end (`total_steps` of `init`).
       Where the end is unknown: linear over 10 updates, then 1 / (1 + t/100);
     - a = 0.9ᵏ, k the number of updates since the tensor has last had a gradient other than 0: a direction of fixed size
@@ -45,6 +46,8 @@ class NormalisedMuon(Optimiser):
         direction: Any of `directions.DIRECTIONS`, by name or by name and options.
         schedule: Fall after the warm-up where the end is known: "cosine", "linear", "warm-up-stable-decay", "constant".
         warm_up: Share of the updates over which the step rises, in [0, 1).
+        embedding_scale: Factor of the step of embeddings, also where a head is tied to one. A vocabulary of words, most
+            of which a batch does not hold, wants about 10; one of characters does not.
 
     Raises:
         UserError: For a value out of its range.
@@ -67,14 +70,22 @@ class NormalisedMuon(Optimiser):
         direction: Choice = "orthogonalised",
         schedule: Literal["cosine", "linear", "warm-up-stable-decay", "constant"] = "cosine",
         warm_up: float = 0.05,
+        embedding_scale: float = 1.0,
     ) -> None:
         super().__init__()
         self.lr, self.weight_decay, self.schedule, self.warm_up = check_rate(lr), weight_decay, schedule, warm_up
         at_least_0("normalised-muon", weight_decay=weight_decay)
+        above_0("normalised-muon", embedding_scale=embedding_scale)
+        self.embedding_scale = embedding_scale
         if not 0 <= warm_up < 1:
             remedy = "give the share of the updates"
             raise UserError("normalised-muon: warm_up", expected="in [0, 1)", found=str(warm_up), remedy=remedy)
         self.direction: Input = registry.build(DIRECTIONS, "direction", direction)
+
+    def scales(self, layout: Layout, like: Tensor) -> Tensor:
+        """Each tensor's factor of the step beside r, [*batch, tensors] like `like`."""
+        kinds = [self.embedding_scale if role.kind == "embedding" else 1.0 for role in layout.roles]
+        return layout.tensors.each(kinds, like)
 
     def init(
         self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None, total_steps: int | None = None
@@ -98,7 +109,7 @@ class NormalisedMuon(Optimiser):
         tensors, idle = layout.tensors, state.groups["tensors"]["idle"]
         moves = tensors.mean("moves", (seen.grads != 0).to(grads.dtype)) > 0
         idle = torch.where(moves, 0.0, idle + 1)
-        size = REST**idle / root_mean_square(direction, layout, by_fan_in=True)
+        size = self.scales(layout, idle) * REST**idle / root_mean_square(direction, layout, by_fan_in=True)
         shared = state.shared
         factor = to_the_end(self.schedule, shared["step"], shared["total_steps"], self.warm_up).to(grads)
         update = tensors.spread(size) * direction + self.weight_decay * params

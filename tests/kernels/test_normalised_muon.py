@@ -44,6 +44,7 @@ def run(update, optimiser, layout=LAYOUT, steps=6, dtype=torch.float64, gradient
         {"weight_decay": 0.0, "schedule": "linear", "warm_up": 0.2},
         {"direction": {"name": "orthogonalised", "coefficients": "polar-express", "betas": [0.8, 0.95]}},
         {"direction": "adam"},
+        {"embedding_scale": 10.0},
     ],
 )
 def test_the_step_in_place_is_the_references(options, dtype, tolerance):

@@ -90,11 +90,11 @@ def schedule(t, total):
     return 0.5 * (1 + math.cos(math.pi * min(1.0, (t - warm_up) / max(1, total - warm_up))))
 
 
-@pytest.mark.parametrize("total", [None, 8, 60])
-def test_the_harness_is_its_definition(total):
+@pytest.mark.parametrize(("total", "of_embeddings"), [(None, 1.0), (8, 1.0), (60, 1.0), (8, 12.5)])
+def test_the_harness_is_its_definition(total, of_embeddings):
     """Written again with a loop over tensors and steps, float64."""
     theta = normal(LAYOUT.size, seed=1)
-    trail, state = steps(optimisers.make("normalised-muon"), 12, total)
+    trail, state = steps(optimisers.make("normalised-muon", embedding_scale=of_embeddings), 12, total)
     assert int(state.shared["total_steps"]) == (total or 0)
     m = v = torch.zeros_like(theta)
     for t in range(12):
@@ -107,7 +107,7 @@ def test_the_harness_is_its_definition(total):
         ):
             if name in ORTHOGONALISED:
                 d = newton_schulz(look.view(SHAPES[name][0], -1)).flatten()
-            d = d / (d.square().mean().sqrt() * math.sqrt(fan_in))
+            d = d / (d.square().mean().sqrt() * math.sqrt(fan_in)) * (of_embeddings if name == "embed.weight" else 1)
             pieces.append(own - 0.03 * schedule(t, total) * (d + 0.1 * own))
         theta = torch.cat(pieces)
         laws.assert_close(trail[t], theta, 1e-9)
@@ -157,6 +157,7 @@ def test_a_gradient_that_is_not_finite_moves_nothing_of_its_own():
         ("normalised-muon", {"lr": -1.0}),
         ("normalised-muon", {"weight_decay": -0.1}),
         ("normalised-muon", {"warm_up": 1.0}),
+        ("normalised-muon", {"embedding_scale": 0.0}),
         ("normalised-muon", {"direction": "up"}),
         ("normalised-muon", {"schedule": "cosin"}),
     ],

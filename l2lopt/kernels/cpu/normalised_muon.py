@@ -213,7 +213,7 @@ class FusedNormalisedMuon(Optimiser):
         means = torch.stack(torch._foreach_norm(parts["u"])).square() / grads.new_tensor(layout.sizes)
         idle = torch.where(largest > 0, 0.0, state.groups["tensors"]["idle"] + 1)
         factors = REST**idle / root_of_mean(means, layout.tensors.each(layout.fan_ins, means))
-        torch._foreach_mul_(parts["u"], list(factors.unbind()))
+        torch._foreach_mul_(parts["u"], list((factors * self.reference.scales(layout, factors)).unbind()))
         total = state.shared["total_steps"]
         share = to_the_end(self.reference.schedule, state.shared["step"], total, self.reference.warm_up)
         update.add_(params, alpha=self.reference.weight_decay).mul_(-rate * float(share))
