@@ -41,6 +41,7 @@ class TaskInfo(NamedTuple):
         steps: Budget of steps, the last step of every run.
         parameters: Number of coordinates of the optimisee.
         description: One line for readers.
+        problem: Digest of what tells its problem from others; empty where it is not known.
     """
 
     name: str
@@ -49,6 +50,7 @@ class TaskInfo(NamedTuple):
     steps: int
     parameters: int
     description: str = ""
+    problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -190,7 +192,7 @@ def joined(result: BenchmarkResult, earlier: BenchmarkResult) -> BenchmarkResult
         earlier: Result of the same seeds; its other tasks are left out.
 
     Raises:
-        UserError: For other seeds or budgets, or another loss at step 0 of the same task: then the problems are others.
+        UserError: For other seeds, budgets or problems, or another loss at step 0 of the same task.
     """
     if earlier.seeds != result.seeds:
         raise _unlike(f"{result.seeds} seeds", f"{earlier.seeds}")
@@ -198,6 +200,9 @@ def joined(result: BenchmarkResult, earlier: BenchmarkResult) -> BenchmarkResult
     for task in earlier.tasks:
         if task.name in tasks and task.steps != tasks[task.name].steps:
             raise _unlike(f"{tasks[task.name].steps} steps of {task.name}", f"{task.steps}")
+        known = {task.problem, tasks[task.name].problem if task.name in tasks else ""} - {""}
+        if len(known) > 1:
+            raise _unlike(f"the problem {task.name} of this benchmark", "another of that name")
     own = {(run.task, run.optimiser, run.league) for run in result.runs}
     learned = {run.optimiser for run in result.runs if run.kind == "learned"}
     own_place, *others = _places(result.environment) + _places(earlier.environment)

@@ -215,7 +215,8 @@ def _built(choice: str) -> Optimisee:
 def _info(plan: Plan, number: int) -> TaskInfo:
     task = plan.tasks[number]
     params, _ = _optimisee(plan, number).init(0)
-    return TaskInfo(task.name, task.family, task.split, task.steps, Layout.of(params).size, task.description)
+    said = task.name, task.family, task.split, task.steps, Layout.of(params).size, task.description
+    return TaskInfo(*said, hashlib.sha256(json.dumps(_facts(plan, number), sort_keys=True).encode()).hexdigest()[:16])
 
 
 def step_times(
@@ -236,7 +237,9 @@ def step_times(
         with cpu_threads(1):
             made = protocol.entry(competitor, _optimisee(plan, task))
             rule = competitor.optimiser if made.rule is None else files.digest(made.rule)
+            versions = run_facts.package_version(competitor) if made.rule is None else {}
             facts = [_facts(plan, task), rule, competitor.schedule, planned.steps, plan.suite.seeds]
+            facts += [versions] if versions else []
             key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
             if key not in known:
                 report("time steps", count, len(pairs), {})

@@ -19,9 +19,11 @@ import optimisees
 from l2lopt import optimisers
 from l2lopt.core.digest import bytes_of
 from l2lopt.core.errors import UserError
-from l2lopt.core.layout import Layout
+from l2lopt.core.layout import Layout, Params
 from l2lopt.core.registry import Choice
+from l2lopt.core.seeding import generator
 from l2lopt.core.settings import Settings
+from l2lopt.core.types import Aux, Batch
 from l2lopt.optimisee import Optimisee, Split
 from l2lopt.optimisers import Optimiser
 from l2lopt.torch_optim.registry import TORCH
@@ -145,8 +147,9 @@ def describe(optimisee: Optimisee) -> dict[str, Any]:
 
     Beside the optimisee's own fingerprint that is its class, the number of its parameters and a digest of their names
     and shapes; a digest of the first batches, which shows the batch size and what is held out; one of the first samples
-    of each evaluation and of how many there are; and the norm of the first initial values and the loss there on the
-    first batch, to four digits, which show the model, its initial values and the loss.
+    of each evaluation and of how many there are; the norm of the first initial values and the loss there on the first
+    batch, to four digits; and at a point near these values, where no tensor is 0, the loss, the gradient's norm and the
+    loss in test mode, to three digits. These show the model, its initial values and both losses.
     """
     params, aux = optimisee.init(0)
     layout = Layout.of(params)
@@ -161,8 +164,34 @@ def describe(optimisee: Optimisee) -> dict[str, Any]:
         "evaluations": _digest([_evaluation(optimisee, split) for split in ("train", "heldout", "test")]),
         "first_norm": f"{sum(float(value.double().square().sum()) for value in params.values()) ** 0.5:.4g}",
         "first_loss": f"{float(loss.detach()):.4g}",
+        "nearby": _nearby(optimisee, layout, params, aux, batch),
         **optimisee.fingerprint(),
     }
+
+
+def _nearby(optimisee: Optimisee, layout: Layout, params: Params, aux: Aux, batch: Batch) -> str:
+    """Losses and the gradient's norm at initial values to which a little noise is added.
+
+    Where the last layer begins at 0, the first loss is that of any model.
+    """
+    source, near = generator("nearby", 0), dict[str, Tensor]()
+    for (name, value), fan_in in zip(params.items(), layout.fan_ins, strict=True):
+        noise = torch.randn(value.shape, generator=source).to(value) / max(fan_in, 1) ** 0.5
+        near[name] = (value.detach() + noise / 2).requires_grad_()
+    if not near:
+        return ""
+    found = [optimisee.loss(near, aux, batch)[0]]
+    grads = torch.autograd.grad(found[0], list(near.values()), materialize_grads=True, allow_unused=True)
+    found.append(torch.stack([value.double().square().sum() for value in grads]).sum().sqrt())
+    with torch.no_grad():
+        for split in ("train", "test"):
+            try:
+                found.append(optimisee.evaluate(near, aux, next(iter(optimisee.evaluation_batches(split, 0)))[0]))
+            except UserError:  # no samples
+                continue
+            break
+    # Three digits: a sum's rounding, which depends on the number of threads, must not make another problem of it.
+    return " ".join(f"{float(value.detach()):.3g}" for value in found)
 
 
 def _batch(optimisee: Optimisee, split: Split) -> Any:

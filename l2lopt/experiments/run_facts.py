@@ -3,6 +3,7 @@
 Runs are equal up to rounding where these facts are: the number of threads and the form of a step are not among them.
 """
 
+import ast
 import hashlib
 import importlib.util
 from functools import cache
@@ -40,7 +41,7 @@ def own_facts(choice: Choice, optimisee: Optimisee) -> dict[str, Any]:
 
     The name stays where the code changes, so the problem itself is described. Nothing for a problem of the library.
     """
-    return {"described": from_python.describe(optimisee)} if ":" in _name(choice) else {}
+    return {"described": from_python.describe(optimisee)} if _modules(choice) else {}
 
 
 def run_facts(problem: dict[str, Any], optimiser: Optimiser | Baseline) -> dict[str, Any]:
@@ -67,14 +68,26 @@ def package_of(baseline: Baseline) -> str | None:
 
 
 def package_version(baseline: Baseline) -> dict[str, str]:
-    """The release that an optimiser's class comes from; nothing for our own and torch's.
+    """The releases that an optimiser's classes come from; nothing for our own and torch's.
 
-    A module that was not installed as a package has none: the digest of its file stands for it.
+    Code that may change without a release, as it is not among the installed packages, has a digest as well.
     """
-    package = package_of(baseline)
-    if package is None or package == "torch":
-        return {}
-    return dict(_versions(package)) or _source(_name(baseline.optimiser).partition(":")[0])
+    found: dict[str, str] = {}
+    for module in _modules(baseline.optimiser):
+        package = module.partition(".")[0]
+        if package != "torch":
+            found |= {**_versions(package), **_source(package)}
+    return found
+
+
+def _modules(choice: Any) -> list[str]:
+    """The modules of all that is named as "module:attribute" in a choice, at any depth."""
+    if isinstance(choice, str):
+        module, _, attribute = choice.partition(":")
+        named = attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))
+        return [module] if named else []
+    parts = choice.values() if isinstance(choice, dict) else choice if isinstance(choice, list | tuple) else ()
+    return list(dict.fromkeys(module for part in parts for module in _modules(part)))
 
 
 @cache
@@ -83,12 +96,42 @@ def _versions(package: str) -> dict[str, str]:
     return {f"version of {name}": version(name) for name in packages_distributions().get(package, [])}
 
 
-def _source(module: str) -> dict[str, str]:
-    """The digest of the file of a module, which has no release that would tell that it was changed."""
-    found = importlib.util.find_spec(module)
+def _source(package: str) -> dict[str, str]:
+    """The digest of the files of a package or module of one's own, and of the modules beside it that it imports."""
+    found = importlib.util.find_spec(package)
     if found is None or found.origin is None or not Path(found.origin).is_file():
         return {}
-    return {f"source of {module}": hashlib.blake2b(Path(found.origin).read_bytes(), digest_size=16).hexdigest()}
+    first = Path(found.origin)
+    if {"site-packages", "dist-packages"} & {*first.parts}:
+        return {}
+    home, files = first.parent.parent if first.name == "__init__.py" else first.parent, dict[Path, bytes]()
+    waiting = [first.parent if first.name == "__init__.py" else first]
+    while waiting:
+        place = waiting.pop()
+        for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+            if path not in files:
+                files[path] = path.read_bytes()
+                waiting += [
+                    beside
+                    for name in _imported(files[path])
+                    for beside in (home / name, home / f"{name}.py")
+                    if (beside / "__init__.py").is_file() or beside.is_file()
+                ]
+    digest = hashlib.blake2b(digest_size=16)
+    for path, content in sorted(files.items()):
+        digest.update(f"{path.relative_to(home).as_posix()} {len(content)}".encode() + content)
+    return {f"source of {package}": digest.hexdigest()}
+
+
+def _imported(source: bytes) -> set[str]:
+    """The packages and modules that a file imports; none of one that is no Python."""
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except (SyntaxError, ValueError):
+        return set()
+    names = [one.name for node in nodes if isinstance(node, ast.Import) for one in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+    return {name.partition(".")[0] for name in names}
 
 
 def _name(choice: Choice) -> str:

@@ -171,9 +171,16 @@ def test_tasks_of_the_earlier_result_alone_are_left_out():
             ),
             "the same losses at step 0",
         ),
+        (
+            lambda result: dataclasses.replace(
+                result, tasks=tuple(task._replace(problem="other") for task in result.tasks)
+            ),
+            "expected the problem .* of this benchmark, found another of that name",
+        ),
     ],
 )
 def test_results_of_other_problems_are_not_joined(change, message):
     whole = begun(tasks=2, seeds=2)
+    whole = dataclasses.replace(whole, tasks=tuple(task._replace(problem="one") for task in whole.tasks))
     with pytest.raises(UserError, match=message):
         joined(only(whole, "adamw"), change(whole))

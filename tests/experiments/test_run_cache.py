@@ -4,15 +4,18 @@ import importlib
 import json
 import math
 import sys
+from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
+import l2lopt
 import optimisees
 from l2lopt.evaluation.free_runs import Curves
 from l2lopt.evaluation.settings import Baseline, EvaluationSettings
 from l2lopt.evaluation.tuned_runs import OptimiserRun, Problems, TunedRun, optimiser_run
-from l2lopt.experiments import run_facts
+from l2lopt.experiments import from_python, run_facts
 from l2lopt.experiments.run_cache import FileCache, file_digest, read_run, write_run
 
 CURVES = Curves(
@@ -131,6 +134,7 @@ def test_runs_of_an_installed_class_depend_on_its_release(monkeypatch):
 MODULE = """
 import torch
 import optimisees
+import beside_it
 
 class Halved(torch.optim.SGD):
     pass
@@ -138,26 +142,69 @@ class Halved(torch.optim.SGD):
 def problem(device="cpu"):
     return optimisees.make("mlp", hidden=[%d])
 """
+CHOICES = [
+    "of_my_own:Halved",
+    {"name": "scheduled", "optimiser": "of_my_own:Halved"},
+    {"name": "torch.optim:Muon", "rest": {"name": "of_my_own:Halved"}},
+]
 
 
-def test_runs_of_a_module_of_ones_own_depend_on_what_it_makes(tmp_path, monkeypatch):
-    """Its name stays where its code changes: the problem is described, and the file of a class has a digest."""
+@pytest.mark.parametrize("changed", ["of_my_own", "beside_it", "neither"])
+def test_runs_of_a_module_of_ones_own_depend_on_what_it_makes(tmp_path, monkeypatch, changed):
+    """Its name stays where its code changes: the problem is described, and the files of a class have a digest."""
     monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "not_imported.py").write_text("no python")
     found = []
     for width in (2, 3):
-        (tmp_path / "of_my_own.py").write_text(MODULE % width)
-        sys.modules.pop("of_my_own", None)
+        (tmp_path / "of_my_own.py").write_text(MODULE % (width if changed == "of_my_own" else 2))
+        (tmp_path / "beside_it.py").write_text(f"FACTOR = {width if changed == 'beside_it' else 2}")
+        for name in ("of_my_own", "beside_it"):
+            sys.modules.pop(name, None)
         importlib.invalidate_caches()
         run_facts._versions.cache_clear()
         made = importlib.import_module("of_my_own").problem()
-        problem = run_facts.problem_facts("of_my_own:problem", made)
-        found.append((problem, run_facts.run_facts({}, Baseline(optimiser="of_my_own:Halved", rates=[0.1]))))
-    sys.modules.pop("of_my_own")
-    (one, one_class), (other, other_class) = found
-    assert one != other
-    assert one_class != other_class
+        problems = [
+            run_facts.problem_facts(choice, made)
+            for choice in ("of_my_own:problem", {"name": "augmented", "optimisee": "of_my_own:problem"})
+        ]
+        classes = [run_facts.run_facts({}, Baseline(optimiser=choice, rates=[0.1])) for choice in CHOICES]
+        found.append((problems, classes))
+    for name in ("of_my_own", "beside_it"):
+        sys.modules.pop(name)
+    (problems, classes), (other_problems, other_classes) = found
+    assert [one != other for one, other in zip(problems, other_problems, strict=True)] == [changed == "of_my_own"] * 2
+    assert [one != other for one, other in zip(classes, other_classes, strict=True)] == [changed != "neither"] * 3
     named = {"name": "mlp", "hidden": [2]}
     assert "described" not in run_facts.problem_facts(named, optimisees.build(named))
+
+
+def zero_headed(activation, criterion=nn.functional.cross_entropy, measured=1.0):
+    """A problem whose first loss is that of any model."""
+
+    def model():
+        made = nn.Sequential(nn.Linear(4, 8), activation(), nn.Linear(8, 3))
+        nn.init.zeros_(made[2].weight)
+        nn.init.zeros_(made[2].bias)
+        return made
+
+    inputs = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
+    task = l2lopt.make_optimisee(model, criterion, (inputs, (inputs.sum(1) > 0).long()), batch_size=20)
+    whole = task.evaluate
+    task.evaluate = lambda *args: measured * whole(*args)
+    return task
+
+
+def test_problems_alike_at_their_first_values_are_told_apart():
+    made = [
+        zero_headed(nn.Tanh),
+        zero_headed(nn.ReLU),
+        zero_headed(nn.Tanh, partial(nn.functional.cross_entropy, label_smoothing=0.1)),
+        zero_headed(nn.Tanh, measured=5.0),
+    ]
+    described = [from_python.describe(task) for task in made]
+    assert len({one["first_loss"] for one in described}) == 1
+    assert len({repr(one) for one in described}) == len(made)
+    assert from_python.describe(zero_headed(nn.Tanh)) == described[0]
 
 
 def test_losses_in_float64_come_back_as_they_were(tmp_path):
