@@ -350,6 +350,25 @@ def evaluate_rows(
         return total / samples
 
 
+def common_dtype(problems: Sequence[Optimisee]) -> torch.dtype:
+    """The dtype of the problems' parameters.
+
+    Raises:
+        UserError: For problems of several dtypes, of one that rules do not compute in, or without parameters.
+    """
+    dtypes = {value.dtype for problem in problems for value in problem.init(0)[0].values()}
+    if len(dtypes) != 1:
+        found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)) or "no parameters"
+        remedy = "set dtype alike in all" if dtypes else "let some require a gradient"
+        raise UserError("optimisees", expected="one dtype", found=found, remedy=remedy)
+    (dtype,) = dtypes
+    if dtype not in (torch.float32, torch.float64, torch.bfloat16):
+        # float16 cannot hold the least numbers that rules divide by: a gradient of 0 would become one of NaN.
+        expected, found = "float32, float64 or bfloat16", str(dtype).removeprefix("torch.")
+        raise UserError("optimisees", expected=expected, found=found, remedy="choose one of these for the parameters")
+    return dtype
+
+
 def evaluate_split(optimisee: Optimisee, split: Split, seed: int, params: Params, aux: Aux) -> dict[str, float]:
     """The test-mode loss ("loss") and the metrics of one run on the whole split, means over samples, and readings."""
     totals: dict[str, float] = {}

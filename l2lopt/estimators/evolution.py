@@ -80,6 +80,9 @@ class EvolutionStrategies(MetaGradientEstimator):
         if not (floor >= 0 and isfinite(floor)):
             remedy = "change the value"
             raise UserError("evolution strategies: floor", expected="at least 0", found=f"{floor:g}", remedy=remedy)
+        if floor and objective != "log-loss":
+            remedy = "set objective to log-loss, or leave floor out"
+            raise UserError("evolution strategies: floor", expected="0 for the loss", found=f"{floor:g}", remedy=remedy)
         self.pairs, self.sigma, self.persistent, self.objective, self.rows = pairs, sigma, persistent, objective, rows
         self.shaping, self.backend, self.floor = shaping, backend, floor
 

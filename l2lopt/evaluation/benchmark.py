@@ -27,6 +27,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from l2lopt import kernels, optimisers
+from l2lopt.core.errors import UserError
 from l2lopt.evaluation import contestants
 from l2lopt.evaluation.benchmark_result import Kind, League, TaskInfo, TaskRun
 from l2lopt.evaluation.contestants import Contestant
@@ -35,7 +36,7 @@ from l2lopt.evaluation.settings import SPLITS, EvaluationSettings
 from l2lopt.evaluation.step_backend import step_backend
 from l2lopt.evaluation.suites import Competitor, Suite
 from l2lopt.evaluation.tuned_runs import Problems, optimiser_run, tuning_losses
-from l2lopt.optimisee import Optimisee
+from l2lopt.optimisee import Optimisee, common_dtype
 from l2lopt.optimisers import Optimiser
 from l2lopt.weights import files
 
@@ -73,13 +74,13 @@ def entry(competitor: Competitor, optimisee: Optimisee) -> Entry:
         optimisee: Problem of the task.
 
     Raises:
-        UserError: For an unknown name or option, weights that cannot be loaded, or parameters that the class refuses.
+        UserError: For an unknown name or option, weights that cannot be loaded, parameters that the class refuses, or
+            a dtype that rules do not compute in.
     """
-    rule = learned_rule(competitor)
+    rule, dtype = learned_rule(competitor), common_dtype([optimisee])
     if rule is None:
         competitor.check(optimisee)
         return Entry(competitor, optimisee, None)
-    dtype = next((value.dtype for value in optimisee.init(0)[0].values()), None)
     return Entry(competitor, optimisee, rule.to(dtype))
 
 
@@ -91,6 +92,10 @@ def learned_rule(competitor: Competitor) -> Optimiser | None:
     """
     choice = competitor.optimiser
     if isinstance(choice, dict) and "weights" in choice:
+        beside = ", ".join(key for key in choice if key != "weights")
+        if beside:
+            remedy = "leave it out, as weights bring their own options"
+            raise UserError(competitor.name, expected="nothing beside weights", found=beside, remedy=remedy)
         return files.load(choice["weights"])
     name = choice if isinstance(choice, str) else choice.get("name")
     return optimisers.build(choice) if name in optimisers.LEARNED else None

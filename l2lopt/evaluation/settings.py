@@ -87,6 +87,9 @@ class Baseline(Settings):
         ends = {"warm_up": horizon // 20, "total": horizon} if self.schedule == "cosine" else {}
         if is_torch_class(self.optimiser):
             found = torch_class(self.optimiser)
+            if found.lr is not None:
+                said, remedy = f"lr = {found.lr}", f"leave it out, and write rates = [{found.lr}]"
+                raise UserError(f"{self.name}: rates", expected="the only rates", found=said, remedy=remedy)
             if isinstance(rates, Tensor):
                 return [found.at(rate, **ends) for rate in rates.tolist()]
             return found.at(rates, **ends)
@@ -165,8 +168,8 @@ class EvaluationSettings(Settings):
     baselines: list[Baseline] = Field(default_factory=default_baselines)
     """What the learned optimisers are compared with."""
     multipliers: list[PositiveFloat] = Field(default_factory=lambda: half_decades(1e-2, 9))
-    """Factors of a learned optimiser's updates to choose from, in a second row beside the one as it is; none: no such
-    row."""
+    """Factors of a learned optimiser's updates to choose from, in a second row beside the one as it is; of none or a
+    single one, which is nothing to choose from, there is no such row."""
 
     def checked_horizons(self) -> list[int]:
         """The horizons, rising, the last one the end of the run.

@@ -115,8 +115,11 @@ class Competitor(Baseline):
     def _takes_part(self) -> Self:
         if self.untuned is None and {*self.leagues} == {"untuned"}:
             raise ValueError("the key `untuned`, its rate in the league, or another league")
-        if self.schedule != "constant" and isinstance(self.optimiser, dict) and "weights" in self.optimiser:
-            raise ValueError("no schedule beside `weights`: a learned rule makes its own steps")
+        from l2lopt.optimisers import LEARNED  # PyTorch, which the settings do without
+
+        choice = self.optimiser if isinstance(self.optimiser, dict) else {"name": self.optimiser}
+        if self.schedule != "constant" and ("weights" in choice or choice.get("name") in LEARNED):
+            raise ValueError("no schedule for a learned rule, which makes its own steps")
         return self
 
 

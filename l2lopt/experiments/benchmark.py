@@ -80,6 +80,7 @@ def benchmark(
         >>> import l2lopt
         >>> result = l2lopt.benchmark("smoke", "runs/smoke", jobs=2)  # five minutes  # doctest: +SKIP
     """
+    _check_call(tasks, steps, jobs)
     earlier = None if beside is None else read_result(Path(beside))
     name, asked = load_suite(OWN if tasks is not None and str(suite) == "smoke" else suite, changes)
     if optimisers is not None:
@@ -131,7 +132,25 @@ def _write(result: BenchmarkResult, folder: Path) -> None:
     write_board(result, folder / "tensorboard", paths)
 
 
-def _competitor(name: str, given: Competitor | Mapping[str, Any]) -> Competitor:
+def _check_call(tasks: Any, steps: int | None, jobs: int) -> None:
+    """Refuses arguments that no benchmark can be made of."""
+    for name, value in (("steps", steps), ("jobs", jobs)):
+        if value is not None and value < 1:
+            raise UserError(name, expected="at least 1", found=str(value), remedy="change the value")
+    if tasks is not None and not tasks:
+        raise UserError("tasks", expected="at least one", found="none", remedy="leave it out for the suite's own")
+    for name, task in (tasks or {}).items():
+        if not isinstance(task, Optimisee | str | Mapping):
+            expected, found = "an Optimisee, or the choice of one", f"a {type(task).__name__}"
+            remedy = "make one with l2lopt.make_optimisee"
+            raise UserError(f"task {name!r}", expected=expected, found=found, remedy=remedy)
+
+
+def _competitor(name: str, given: Any) -> Competitor:
+    if not isinstance(given, Competitor | Mapping):
+        found = repr(given) if isinstance(given, str) else f"a {type(given).__name__}"
+        expected, remedy = "a table", "give for instance {'optimiser': 'adam', 'rates': [0.001, 0.01]}"
+        raise UserError(f"optimiser {name!r}", expected=expected, found=found, remedy=remedy)
     made = given if isinstance(given, Competitor) else configs.load(given, kind=Competitor)
     return made.model_copy(update={"label": name})
 
@@ -151,10 +170,17 @@ def _installed(competitors: Sequence[Competitor]) -> list[Competitor]:
 def _with_a_league(competitors: Sequence[Competitor], planned: Sequence[PlannedTask]) -> list[Competitor]:
     """The competitors that run in some league on these tasks; the others are named in the log."""
     chosen = any(task.split == "meta-training" for task in planned)
-    left = [one for one in competitors if chosen or {*one.leagues} != {"self-tuned"}]
+
+    def runs_in(one: Competitor) -> bool:
+        return any(
+            {"untuned": one.untuned is not None, "self-tuned": chosen, "tuned": True}[league] for league in one.leagues
+        )
+
+    left = [one for one in competitors if runs_in(one)]
     absent = ", ".join(one.name for one in competitors if one not in left)
     if absent:
-        _log.warning("left out, as no task of the meta-training chooses their self-tuned rate: %s", absent)
+        reason = "as no task of the meta-training chooses their self-tuned rate, or without a rate"
+        _log.warning("left out, %s: %s", reason, absent)
     if not left:
         remedy = "add the league tuned, or untuned with a rate"
         raise UserError("competitors", expected="at least one", found="none with a league here", remedy=remedy)

@@ -21,7 +21,7 @@ from l2lopt.evaluation.scores import log_losses
 from l2lopt.experiments import from_python
 from l2lopt.experiments.config import Config, TrainConfig, problem_name
 from l2lopt.experiments.size_check import check_sizes
-from l2lopt.optimisee import Optimisee
+from l2lopt.optimisee import Optimisee, common_dtype
 from l2lopt.optimisers import Optimiser
 from l2lopt.torch_optim.learned_optimizer import LearnedOptimizer
 from l2lopt.torch_optim.registry import TORCH, OptimizerFactory
@@ -139,17 +139,7 @@ def match_dtype(optimiser: Optimiser, problems: Sequence[Optimisee]) -> Optimise
     Raises:
         UserError: For problems of several dtypes, of one that rules do not compute in, or without parameters.
     """
-    dtypes = {value.dtype for problem in problems for value in problem.init(0)[0].values()}
-    if len(dtypes) != 1:
-        found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)) or "no parameters"
-        remedy = "set dtype alike in all" if dtypes else "let some require a gradient"
-        raise UserError("optimisees", expected="one dtype", found=found, remedy=remedy)
-    (dtype,) = dtypes
-    if dtype not in (torch.float32, torch.float64, torch.bfloat16):
-        # float16 cannot hold the least numbers that rules divide by: a gradient of 0 would become one of NaN.
-        expected, found = "float32, float64 or bfloat16", str(dtype).removeprefix("torch.")
-        raise UserError("optimisees", expected=expected, found=found, remedy="choose one of these for the parameters")
-    fit: Optimiser = optimiser.to(dtype)
+    fit: Optimiser = optimiser.to(common_dtype(problems))
     return fit
 
 

@@ -65,7 +65,9 @@ class DoWG(Optimiser):
         start = zeros(layout, batch, like)
         # Squares throughout: √ has no finite derivative at the distance 0 of the start.
         squares = {"square_distance": self.initial_distance**2, "weighted_squares": 0.0}
-        shared = {name: start.new_full((*batch,), value) for name, value in squares.items()}
+        # In bfloat16 a sum would soon stop growing.
+        wide = torch.promote_types(start.dtype, torch.float32)
+        shared = {name: start.new_full((*batch,), value, dtype=wide) for name, value in squares.items()}
         return OptimiserState(layout, {"start": start}, {}, {"step": zero_step(start), **shared})
 
     def update(
@@ -81,7 +83,7 @@ class DoWG(Optimiser):
             distance = torch.maximum(before["square_distance"], moved)
             weighted = before["weighted_squares"] + distance * square_norm("gradient", grads, state.layout)
             none = weighted == 0  # not `> 0`, which would hide a divergence
-            rate = torch.where(none, 0.0, distance / torch.where(none, 1.0, weighted).sqrt())
+            rate = torch.where(none, 0.0, distance / torch.where(none, 1.0, weighted).sqrt()).to(grads.dtype)
             after = {"square_distance": distance, "weighted_squares": weighted}
             return rate.expand(*rate.shape[:-1], tensors.count), after
 
@@ -101,6 +103,7 @@ def square_norm(name: str, values: Tensor, layout: Layout) -> Tensor:
         values: Numbers per coordinate.
         layout: Layout of the coordinates.
     """
-    means = layout.tensors.mean(name, values.square())
+    wide = torch.promote_types(values.dtype, torch.float32)
+    means = layout.tensors.mean(name, values.to(wide).square())
     sizes = layout.tensors.each([prod(shape) for shape in layout.whole_shapes], means)
     return (means * sizes).sum(-1, keepdim=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from l2lopt import cells
 from l2lopt.cells.cell import Cell, CellState, affine
-from l2lopt.core.errors import UserError
+from l2lopt.core.errors import UserError, finite
 from l2lopt.core.layout import Layout, Params
 from l2lopt.core.precision import double
 from l2lopt.core.registry import Choice
@@ -371,6 +371,7 @@ def hierarchical(
         if not bound >= 1:
             remedy = "give a factor of at least 1"
             raise UserError(f"hierarchical: {name}", expected="at least 1", found=str(bound), remedy=remedy)
+    finite("hierarchical", head_scale=head_scale)
     facts_module.chosen(facts)  # before the network, whose size they decide
     harness = NormalisedMuon(lr, weight_decay, schedule=schedule, warm_up=warm_up)
     inputs = hidden_size if embedding else len(facts)

@@ -176,6 +176,8 @@ class Momenta(Input):
         self, betas: Sequence[float] = (0.5, 0.9, 0.99, 0.999), square_beta: float = 0.999, eps: float = 1e-8
     ) -> None:
         super().__init__()
+        if not betas:
+            raise UserError("momenta: betas", expected="at least one", found="none", remedy="give a decay rate")
         self.betas = [check_decay("momenta: betas", beta) for beta in betas]
         self.square_beta = check_decay("momenta: square_beta", square_beta)
         above_0("momenta", eps=eps)

@@ -155,7 +155,9 @@ def test_the_fused_rule_gives_the_same(make):
 
 
 @pytest.mark.parametrize(
-    "options", [{"pairs": 0}, {"rows": 0}, {"sigma": 0.0}, {"floor": -1.0}, {"objective": "logloss"}], ids=str
+    "options",
+    [{"pairs": 0}, {"rows": 0}, {"sigma": 0.0}, {"floor": -1.0}, {"floor": 1.0}, {"objective": "logloss"}],
+    ids=str,
 )
 def test_options_out_of_range_are_refused(options):
     with pytest.raises(UserError):

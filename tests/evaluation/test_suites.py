@@ -333,7 +333,8 @@ def test_competitors_are_named_by_label_optimiser_or_weights():
     ("choice", "message"),
     [
         ({"optimiser": "adam", "rates": [0.1], "leagues": ["untuned"]}, "the key `untuned`"),
-        ({"optimiser": {"weights": "lstm"}, "rates": [1.0], "schedule": "cosine"}, "no schedule beside `weights`"),
+        ({"optimiser": {"weights": "lstm"}, "rates": [1.0], "schedule": "cosine"}, "no schedule for a learned rule"),
+        ({"optimiser": "hierarchical", "rates": [1.0], "schedule": "cosine"}, "no schedule for a learned rule"),
     ],
 )
 def test_competitors_that_could_not_run_as_they_say_are_refused(choice, message):

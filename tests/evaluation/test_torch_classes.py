@@ -325,6 +325,7 @@ def test_a_function_of_another_module_may_make_one_of_ours(quadratic):
         ({"name": "torch.optim:Muon", "rest": "adamv"}, "did you mean 'AdamW'|did you mean 'Adam'"),
         ({"name": "torch.optim:Muon", "rest": "adamw", "rest_names": "head"}, "rest_names: expected a list of names"),
         (f"{HERE}:Rateless", "expected a class with an option lr"),
+        ({"name": "torch.optim:Adam", "lr": 0.1}, r"rates: expected the only rates, found lr = 0\.1; leave it out"),
     ],
 )
 def test_a_mistake_is_found_before_any_run(mlp, monkeypatch, choice, message):

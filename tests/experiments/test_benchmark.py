@@ -177,6 +177,7 @@ def test_what_has_no_league_here_is_left_out_with_a_line(tmp_path, caplog):
     """A self-tuned rate is chosen on tasks of the meta-training, and own tasks are none."""
     task = {"quadratic": {"name": "quadratic", "size": 3}}
     rivals = {name: {"optimiser": name, "rates": [0.1], "leagues": ["self-tuned"]} for name in ("sgd", "adam")}
+    rivals["sgd"]["leagues"].append("untuned")  # without a rate there
     settings = {"tasks": task, "folder": tmp_path / "run", "steps": 4, "changes": ["seeds=1", "tuning_seeds=1"]}
     with pytest.raises(UserError, match="competitors: expected at least one, found none with a league here"):
         l2lopt.benchmark(optimisers=rivals, **settings)
@@ -184,7 +185,35 @@ def test_what_has_no_league_here_is_left_out_with_a_line(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "l2lopt"):
         result = l2lopt.benchmark(optimisers=rivals, **settings)
     assert {run.optimiser for run in result.runs} == {"adam"}
-    assert "chooses their self-tuned rate: sgd" in " ".join(caplog.messages)
+    assert "chooses their self-tuned rate, or without a rate: sgd" in " ".join(caplog.messages)
+
+
+QUADRATIC = {"q": {"name": "quadratic", "size": 3}}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"optimisers": {"mine": torch.nn.Linear(2, 2)}}, "optimiser 'mine': expected a table, found a Linear"),
+        ({"optimisers": {"adam": "adam"}}, "optimiser 'adam': expected a table, found 'adam'"),
+        ({"tasks": {"m": torch.nn.Linear(2, 2)}}, "task 'm': expected an Optimisee, or the choice of one"),
+        ({"tasks": {}}, "tasks: expected at least one"),
+        ({"steps": 0}, "steps: expected at least 1, found 0"),
+        ({"jobs": 0}, "jobs: expected at least 1, found 0"),
+    ],
+)
+def test_arguments_that_make_no_benchmark_are_refused(tmp_path, given, message):
+    with pytest.raises(UserError, match=message):
+        l2lopt.benchmark(**{"tasks": QUADRATIC, "folder": tmp_path / "run", **given})
+
+
+def test_half_precision_is_refused_before_any_run(tmp_path):
+    """Its losses would count as divergence of the optimisers."""
+    inputs = torch.ones(20, 4).half()
+    samples, loss = (inputs, inputs[:, :1]), torch.nn.functional.mse_loss
+    task = l2lopt.make_optimisee(lambda: torch.nn.Linear(4, 1).half(), loss, samples)
+    with pytest.raises(UserError, match="expected float32, float64 or bfloat16, found float16"):
+        l2lopt.benchmark(tasks={"half": task}, folder=tmp_path / "run", steps=2)
 
 
 def test_several_ranks_forecast_without_sharing_out_anything(tmp_path, monkeypatch, caplog):
@@ -227,6 +256,7 @@ def test_what_is_not_there_is_left_out_with_a_line(tmp_path, monkeypatch, caplog
         (["budgt='short'"], "budget"),
         (['competitors=[{optimiser="adm", rates=[0.1]}]'], "adam"),
         (['competitors=[{optimiser={weights="lsm"}, rates=[0.1]}]'], "lstm"),
+        (['competitors=[{optimiser={weights="lstm", lr=1}, rates=[0.1]}]'], "lstm: expected nothing beside weights"),
     ],
 )
 def test_mistakes_are_told_before_any_run(tmp_path, made, changes, word):

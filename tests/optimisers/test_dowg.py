@@ -138,6 +138,23 @@ def test_a_state_in_bfloat16_is_worked_on_in_one_piece(monkeypatch):
     laws.assert_same(*found)
 
 
+def test_its_sums_grow_on_in_bfloat16():
+    """In bfloat16 a sum stops growing once what is added is below 1/256 of it, and the rate would stop falling."""
+    optimiser, generator = DoWG(), torch.Generator()
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        theta = torch.zeros(20, dtype=dtype)
+        state = optimiser.init(Layout(("w",), ((20,),)), like=theta)
+        generator.manual_seed(0)
+        for _ in range(1500):
+            noise = 0.5 * torch.randn(20, generator=generator)
+            update, state = optimiser.update((theta - 1 + noise).to(dtype), state, theta)
+            assert update.dtype == dtype
+            theta = theta + update
+        found[dtype] = float(state.shared["weighted_squares"])
+    assert found[torch.bfloat16] == pytest.approx(found[torch.float32], rel=0.1)
+
+
 def test_nothing_is_a_layout():
     empty = torch.zeros(0)
     update, state = DoWG().update(empty, DoWG().init(Layout((), ()), like=empty), empty)

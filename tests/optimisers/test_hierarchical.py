@@ -382,3 +382,5 @@ def test_phi_depends_on_the_seed_alone():
     assert any(not torch.equal(first[name], other[name]) for name in first)
     assert first["head.weight"].eq(0).all()
     assert optimisers.make("hierarchical", head_scale=0.1).phi()["head.weight"].ne(0).all()
+    with pytest.raises(UserError, match="head_scale: expected a finite number, found nan"):
+        optimisers.make("hierarchical", head_scale=math.nan)

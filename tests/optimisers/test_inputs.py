@@ -110,3 +110,8 @@ def test_derivative_at_a_gradient_of_zero_is_finite(name):
 def test_log_and_sign_refuses_p(p):
     with pytest.raises(UserError, match="expected above 0"):
         LogAndSign(p)
+
+
+def test_no_momenta_are_refused():
+    with pytest.raises(UserError, match="momenta: betas: expected at least one, found none"):
+        Momenta(betas=[])
