@@ -133,7 +133,6 @@ def draw_profiles(standings: Standings, field: Sequence[Competitor], folder: Pat
     target = names.get(standings.result.target_optimiser, standings.result.target_optimiser)
     speeds = {entry: standings.speed_ups(entry) for entry in field}
     final = {entry: standings.normalised(entry, tasks) for entry in field}
-    draws = standings.draws(len(tasks))
     quickest = max((float(found.max()) for found, _ in speeds.values()), default=1.0)
     # From 1, since no run has more steps than the target's; to the power of two that none passes, at most 16.
     rates = np.geomspace(1, min(max(2.0, 2 ** np.ceil(np.log2(max(quickest, 1)))), 16.0), 101)
@@ -143,7 +142,7 @@ def draw_profiles(standings: Standings, field: Sequence[Competitor], folder: Pat
         found, again = speeds[entry]
         style = f"{names[entry.optimiser]}, {entry.league}", lines[entry.optimiser]
         by_speed.append(_profile(style, found, again, torch.from_numpy(rates)))
-        again = scores.drawn(final[entry], draws).flatten(1)
+        again = standings.normalised_again(entry, tasks).flatten(1)
         # A profile counts what is at or above a threshold, and of losses less is better.
         by_loss.append(_profile(style, -final[entry].flatten(), -again, -torch.from_numpy(levels)))
     panels = [

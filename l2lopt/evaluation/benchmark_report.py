@@ -194,9 +194,9 @@ def _protocol(result: BenchmarkResult) -> list[str]:
         "dropped, and a loss that is not finite makes the mean infinite. An optimiser without a run on a task counts "
         "as infinite there.",
         f"Intervals over tasks are bootstrap intervals of {RESAMPLES} resamples of the seeds within each task: they "
-        "say what other seeds would change, not what other tasks would.",
+        "say what other seeds would change, not what other tasks would. Targets move with the seeds that are drawn.",
         "A rule is ahead of a rival where it ends lower on more than half of the tasks, and behind where on fewer than "
-        "half, with the whole interval of that number; else the two are level.",
+        "half, with the whole interval of that number; else the two are level, and always with a single seed.",
         "After AlgoPerf (Dahl et al. 2023), rliable (Agarwal et al. 2021), VeLO (Metz et al. 2022) and DeepOBS "
         "(Schneider et al. 2019).",
     ]

@@ -1,5 +1,6 @@
 """The tables and sentences of a benchmark's report."""
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -74,7 +75,7 @@ def family_table(standings: Standings, league: League) -> Shaded:
             if found and (found.high < 0 or found.low > 0):
                 classes[row, column + (2 if column else 1)] = "good" if found.high < 0 else "bad"
         shown = [None if found is None else percent(found.value) for found in cells]
-        whole = cells[0] and f"{percent(cells[0].low)} to {percent(cells[0].high)}"
+        whole = _bounds(cells[0], "{} to {}") if cells[0] else None
         name = f"{entry.optimiser} ({entry.kind})" if entry.kind != "baseline" else entry.optimiser
         rest = _below(standings, entry, target), _reached(standings, entry), _diverged(standings, entry)
         rows.append((name, shown[0], whole, *shown[1:], *rest))
@@ -159,8 +160,8 @@ def duel_table(standings: Standings, entries: Sequence[Competitor], others: Sequ
             below, chance = duel.below, duel.improvement
             if chance.low > 0.5 or chance.high < 0.5:
                 classes[row, column] = "good" if chance.low > 0.5 else "bad"
-            count = f"{below.value} of {duel.tasks} ({_range(below)})"
-            cells.append(f"{count}; P = {chance.value:.2f} ({chance.low:.2f}–{chance.high:.2f})")
+            told = f"{below.value} of {duel.tasks}{_range(below)}; P = {chance.value:.2f}"
+            cells.append(told if math.isnan(chance.low) else f"{told} ({chance.low:.2f}–{chance.high:.2f})")
         rows.append((entry.label, *cells))
     legend = (
         "Tasks on which the row's mean final test loss is below the column's, and P, the probability that a run of the "
@@ -297,12 +298,21 @@ def _difference(mine: Tensor, other: Tensor) -> str:
     return f"{mean:+.3g}{bounds}".replace("-", "−")
 
 
-def _range(found: Interval) -> str:
-    return f"{found.low:g}–{found.high:g}"
+def _range(found: Interval, more: str = "") -> str:
+    """The bounds in brackets; nothing of a single seed, which has none."""
+    return "" if math.isnan(found.low) else f" ({found.low:g}–{found.high:g}{more})"
+
+
+def _bounds(found: Interval, text: str) -> str:
+    """The bounds as percentages in a text; nothing of a single seed, which has none."""
+    return "" if math.isnan(found.low) else text.format(percent(found.low), percent(found.high))
 
 
 def _verdict(standings: Standings, entry: Competitor, other: Competitor) -> str:
-    """Ahead or behind where the interval of the number of tasks lies on one side of half of them."""
+    """Ahead or behind where the interval of the number of tasks lies on one side of half of them.
+
+    A single seed decides nothing.
+    """
     found = standings.duel(entry, other)
     even = found.tasks - found.below.value - found.above
     if 2 * found.below.low + even > found.tasks:
@@ -337,9 +347,8 @@ def _sentence(
     for other in others:
         found = standings.duel(entry, other)
         rival = "the harness" if other.kind == "harness" else _called(other)
-        counts = (
-            f"lower than {rival} on {found.below.value} of {found.tasks} tasks ({_range(found.below)} with other seeds)"
-        )
+        bounds = _range(found.below, " with other seeds")
+        counts = f"lower than {rival} on {found.below.value} of {found.tasks} tasks{bounds}"
         parts.append(f"{counts}: {verdicts[entry, other]}")
     overall = _overall(standings, entry)
     mean = f"; interquartile mean {percent(overall.value)}" if overall else ""
@@ -355,7 +364,7 @@ def _held_out(standings: Standings, entry: Competitor, others: Sequence[Competit
     counts = [int((own < standings.finals(other, tasks).mean(1)).sum()) for other in others]
     said = ", ".join(f"{count} of {len(tasks)}" for count in counts)
     overall = standings.interquartile(entry, tasks)
-    bounds = f" [{percent(overall.low)}, {percent(overall.high)}]" if overall else ""
+    bounds = _bounds(overall, " [{}, {}]") if overall else ""
     mean = f", interquartile mean {percent(overall.value)}{bounds}" if overall else ""
     return f"; on the held-out tasks alone, in the same order: lower on {said}{mean}"
 

@@ -217,14 +217,14 @@ def percentiles(resampled: Tensor) -> tuple[Tensor, Tensor]:
     return ordered[math.floor(0.025 * last)], ordered[math.ceil(0.975 * last)]
 
 
-def interquartile_interval(values: Tensor, draws: Tensor) -> Interval:
+def interquartile_interval(values: Tensor, again: Tensor) -> Interval:
     """The interquartile mean over all tasks and seeds with its bootstrap interval.
 
     Args:
         values: Value of each task and seed, [T, S].
-        draws: Indices from `seed_draws`, [B, T, S].
+        again: Values of each resample, [B, T, S].
     """
-    low, high = percentiles(interquartile_mean(drawn(values, draws).flatten(1)))
+    low, high = percentiles(interquartile_mean(again.flatten(1)))
     return Interval(float(interquartile_mean(values.flatten())), float(low), float(high))
 
 

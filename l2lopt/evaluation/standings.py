@@ -1,5 +1,6 @@
 """Where the optimisers of a benchmark stand: its scores, task by task and over all tasks."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -149,20 +150,53 @@ class Standings:
         rows = zip(self.finals(entry, tasks), tasks, strict=True)
         return torch.stack([scores.normalised(row, *self.targets[task.name]) for row, task in rows])
 
+    def normalised_again(self, entry: Competitor, tasks: Sequence[TaskInfo]) -> Tensor:
+        """The normalised final losses of a competitor in every resample, [B, T, S].
+
+        Target and beginning move with the draws of the seeds, since they are means over the same problems.
+
+        Args:
+            entry: Competitor.
+            tasks: Tasks of the rows, at least one, all with a target.
+        """
+        draws, losses = self.draws(len(tasks)), self.finals(entry, tasks)
+        again = []
+        for index, task in enumerate(tasks):
+            run, plain = self._target_run(task.name), self.targets[task.name]
+            assert run is not None, "a target has runs"
+            found, drawn = run.losses[self.split], draws[:, index]
+            target = scores.finite_or_infinite(found[max(found)])[drawn].mean(-1, keepdim=True)
+            room = scores.beginning(found, run.first)[drawn].mean(-1, keepdim=True) - target
+            # Where the target did not lower the loss of the few problems drawn, the scale is that of all.
+            room = torch.where(room > 0, room, plain.begin - plain.loss)
+            again.append((losses[index][drawn] - target) / room)
+        return torch.stack(again, 1)
+
     def interquartile(self, entry: Competitor, tasks: Sequence[TaskInfo]) -> Interval | None:
         """The interquartile mean of the normalised final losses over the tasks with a target; None without any.
+
+        The bounds are NaN where there is a single seed.
 
         Args:
             entry: Competitor.
             tasks: Tasks.
         """
         found = [task for task in tasks if task.name in self.targets]
-        return scores.interquartile_interval(self.normalised(entry, found), self.draws(len(found))) if found else None
+        if not found:
+            return None
+        made = scores.interquartile_interval(self.normalised(entry, found), self.normalised_again(entry, found))
+        return made if self.result.seeds > 1 else _unbounded(made)
 
     def duel(self, one: Competitor, other: Competitor) -> Duel:
-        """How often the final losses of one competitor are below another's, over the tasks that count."""
+        """How often the final losses of one competitor are below another's, over the tasks that count.
+
+        The bounds are NaN where there is a single seed.
+        """
         tasks = self.tasks
-        return scores.duel(self.finals(one, tasks), self.finals(other, tasks), self.draws(len(tasks)))
+        made = scores.duel(self.finals(one, tasks), self.finals(other, tasks), self.draws(len(tasks)))
+        if self.result.seeds > 1:
+            return made
+        return made._replace(below=_unbounded(made.below), improvement=_unbounded(made.improvement))
 
     def speed_ups(self, entry: Competitor) -> tuple[Tensor, Tensor]:
         """The speed-up on every task that counts and has a target, [T], and in every resample, [B, T].
@@ -237,3 +271,8 @@ class Standings:
         begin = float(scores.beginning(losses, run.first).mean())
         loss = float(scores.finite_or_infinite(losses[max(losses)]).mean())
         return Target(begin, loss) if loss < begin < torch.inf else None
+
+
+def _unbounded(found: Interval) -> Interval:
+    """The value alone: a resample of a single seed says nothing of others."""
+    return found._replace(low=math.nan, high=math.nan)

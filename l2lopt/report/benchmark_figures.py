@@ -220,8 +220,8 @@ def step_times(
         size, margins = (2.4 + left, 0.9 + 0.26 * len(labels)), Margins(left, 0.2, 0.14, 0.66)
         sheet = Sheet(1, 1, size, {}, margins, "a dot for each task, a bar at the median")
         axes = sheet.axes[0]
-        for place, (name, values) in enumerate(ratios.items()):
-            line = lines[name]
+        for place, (optimiser, values) in enumerate(ratios.items()):
+            line = lines[optimiser]
             axes.plot(values, [place] * len(values), "o", color=line.colour, alpha=0.45, markersize=4)
             axes.plot([np.median(values)] * 2, [place - 0.34, place + 0.34], color=line.colour, linewidth=2.6)
         axes.set(xscale="log", ylim=(len(labels) - 0.5, -0.5))

@@ -230,6 +230,47 @@ def test_normalised_losses_are_those_of_the_definition():
     assert table.rows[0][1] == cell  # of four runs the best and the worst, a divergence, are cut off
 
 
+def noisy(seed, shared, seeds=10):
+    """Two optimisers that are equal but for their noise, on ten tasks."""
+    generator = torch.Generator().manual_seed(seed)
+    infos = tuple(TaskInfo(f"t{k}", "f", "own", 10, 5) for k in range(10))
+    runs = []
+    for info in infos:
+        common = 0.2 * shared * torch.randn(seeds, generator=generator)
+        for name, league in (("mine", "untuned"), ("adamw", "tuned")):
+            final = 1 + common + 0.1 * torch.randn(seeds, generator=generator)
+            runs.append(run_of(info.name, name, league, {0: [2.0] * seeds, 10: final.tolist()}))
+    return Standings(BenchmarkResult("noisy", seeds, infos, tuple(runs), "adamw"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", [0.0, 1.0])
+def test_an_interval_holds_equality_as_often_as_it_says(shared):
+    """The target is a mean over the same problems, so it moves with them: with noise of its own, or with the common."""
+    holds, width = 0, 0.0
+    for seed in range(100):
+        standings = noisy(seed, shared)
+        (mine,) = (entry for entry in standings.competitors if entry.optimiser == "mine")
+        found = standings.interquartile(mine, standings.tasks)
+        holds, width = holds + (found.low <= 0 <= found.high), width + (found.high - found.low) / 100
+    assert 88 <= holds <= 99
+    assert 0.04 < width < 0.08  # the difference of two means over 100 runs, whatever both have in common
+
+
+def test_a_single_seed_decides_nothing():
+    standings = noisy(0, 0.0, seeds=1)
+    (mine,) = (entry for entry in standings.competitors if entry.optimiser == "mine")
+    (other,) = (entry for entry in standings.competitors if entry.optimiser == "adamw")
+    found = standings.interquartile(mine, standings.tasks)
+    assert math.isfinite(found.value)
+    assert math.isnan(found.low)
+    assert tables._verdict(standings, mine, other) == tables._verdict(standings, other, mine) == "level"
+    shaded = tables.duel_table(standings, [mine], [other]), tables.family_table(standings, "untuned")
+    assert not any(one.classes for one in shaded)
+    assert "nan" not in repr([one.table for one in shaded])
+    assert "with other seeds" not in str(tables.headline(standings))
+
+
 def test_self_tuned_runs_have_no_column_on_the_meta_training():
     result = realistic(tasks=5, seeds=2, optimisers=("transferable", "adamw", "muon"))
     seen = {task.name for task in result.tasks if task.split == "meta-training"}

@@ -135,7 +135,7 @@ def test_interquartile_means_are_trimmed_means(values):
 @given(st.floats(-1e3, 1e3), st.integers(1, 9))
 def test_the_interquartile_mean_of_a_constant_is_the_constant(value, count):
     values = torch.full((2, count), value, dtype=torch.float64)
-    found = scores.interquartile_interval(values, draws_for(values))
+    found = scores.interquartile_interval(values, scores.drawn(values, draws_for(values)))
     assert list(found) == pytest.approx([value] * 3)
 
 
@@ -186,7 +186,7 @@ def test_intervals_are_those_of_a_loop_over_the_draws(values, seed):
     again = sorted(
         trimmed_mean([values[task][k] for task, row in enumerate(draw) for k in row]) for draw in draws.tolist()
     )
-    found = scores.interquartile_interval(matrix, draws)
+    found = scores.interquartile_interval(matrix, scores.drawn(matrix, draws))
     assert list(found)[1:] == pytest.approx([again[1], again[39]], abs=1e-9)
 
 
@@ -224,6 +224,7 @@ def test_the_interval_covers_the_mean_as_often_as_it_says():
     hits = 0
     for _ in range(200):
         values = torch.randn(10, 12, generator=generator, dtype=torch.float64)
-        found = scores.interquartile_interval(values, scores.seed_draws(10, 12, 200, generator))
+        draws = scores.seed_draws(10, 12, 200, generator)
+        found = scores.interquartile_interval(values, scores.drawn(values, draws))
         hits += found.low <= 0 <= found.high
     assert 180 <= hits <= 198
