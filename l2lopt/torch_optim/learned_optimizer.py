@@ -139,8 +139,11 @@ class LearnedOptimizer(torch.optim.Optimizer):
         torchs = {"capturable": capturable, "differentiable": differentiable}  # torch.optim adds the second on loading
         about = {"state_dtype": state_dtype, "steps": steps, "kind": kind, "split": split, "fan_in": fan_in}
         self._clear_cache()
-        given = parameter_groups(params) if isinstance(params, nn.Module) else params
-        super().__init__(given, options | rules | progress | about | torchs)
+        if isinstance(params, nn.Module):
+            asked = {name for name, value in (("kind", kind), ("split", split)) if value is not None}
+            found = parameter_groups(params)
+            params = [{key: value for key, value in group.items() if key not in asked} for group in found]
+        super().__init__(params, options | rules | progress | about | torchs)
         warn_of_small_factors(self.param_groups, self._rules)
 
     @property

@@ -99,5 +99,11 @@ def check_gradients(group: Mapping[str, Any]) -> None:
 
 
 def names_of(group: Mapping[str, Any]) -> Sequence[str]:
-    """The names of a group's parameters; "p0", "p1", … where the caller gave none."""
-    return group.get("param_names") or [f"p{index}" for index in range(len(group["params"]))]
+    """The names of a group's parameters; "p0", "p1", … where the caller gave none.
+
+    Each once: a name that comes again, as of a second model's `named_parameters`, has its number before it.
+    """
+    names: Sequence[str] = group.get("param_names") or [f"p{index}" for index in range(len(group["params"]))]
+    if len({*names}) == len(names):
+        return names
+    return [f"{index}.{name}" if name in names[:index] else name for index, name in enumerate(names)]

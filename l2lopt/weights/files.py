@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from l2lopt import cells, optimisers
@@ -82,7 +83,8 @@ def save(optimiser: Optimiser, path: str | Path, training: Mapping[str, Any] | N
         training: Facts of its meta-training for the header, in values that JSON can express.
 
     Raises:
-        UserError: For an optimiser without a description, or one with other options than it says.
+        UserError: For an optimiser without a description, one with other options than it says, or one with numbers that
+            are not finite; the file is left as it is.
     """
     if optimiser.description is None:
         remedy = "build it with l2lopt.optimisers.make"
@@ -96,6 +98,7 @@ def save(optimiser: Optimiser, path: str | Path, training: Mapping[str, Any] | N
         "optimiser": dict(optimiser.description),
         "training": dict(training or {}),
     }
+    tensor_file.check_finite(Path(path), _numbers(optimiser), "meta-train again, with a lower rate")
     tensor_file.write(Path(path), "l2lopt", header, _numbers(optimiser))
 
 
@@ -136,7 +139,8 @@ def load(path: str | Path, *, trusted: bool = False) -> Optimiser:
     """
     path = find(path)
     read, tensors = _read(path)
-    optimiser = _build(path, read["optimiser"], tensors, trusted)
+    # Float32, whatever PyTorch's default is: the default would round φ, or give it another digest.
+    optimiser = _build(path, read["optimiser"], tensors, trusted).to(torch.float32)
     # A rule that was meta-trained in another precision is rounded.
     tensor_file.check_tensors(path, _numbers(optimiser), tensors, _AGAIN, any_float=True)
     # Not strict: the comparison above has found whatever is missing or odd.

@@ -83,6 +83,29 @@ def test_what_cannot_be_is_refused(options, message):
         LearnedOptimizer([("w", nn.Parameter(normal(6, 3)))], "normalised-muon", **options)
 
 
+@pytest.mark.parametrize("weights", [{"name": "sgd", "lr": 0.1}, "normalised-muon", "lstm"], ids=str)
+def test_two_models_whose_parameters_have_the_same_names_are_both_trained(weights):
+    """As where the names of an encoder and a decoder are chained; Adam takes them as well."""
+    encoder, decoder = torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
+    both = [*encoder.named_parameters(), *decoder.named_parameters()]
+    optimizer = LearnedOptimizer(iter(both), weights)
+    before = [param.detach().clone() for _, param in both]
+    for _ in range(2):
+        decoder(encoder(torch.ones(3, 4))).square().mean().backward()
+        optimizer.step()
+    assert not any(torch.equal(param, old) for (_, param), old in zip(both, before, strict=True))
+    assert optimizer.state_dict()["param_groups"][0]["param_names"] == [name for name, _ in both]
+
+
+def test_what_is_said_of_a_modules_parameters_counts():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 2))
+    (group,) = LearnedOptimizer(model, kind="vector").param_groups
+    assert group["kind"] == "vector"
+    assert group["split"] == [1] * 4
+    with pytest.raises(UserError, match="kind: expected one of"):
+        LearnedOptimizer(model, kind="nonsense")
+
+
 def test_a_fan_in_of_its_own_counts():
     """A relative step of size lr/√fan-in, of a bias without its matrix."""
     for fan_in, expected in ((None, 0.1 / math.sqrt(6)), (25, 0.02), ([4], 0.05)):

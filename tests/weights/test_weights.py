@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import l2lopt
 from l2lopt import optimisers
 from l2lopt.core.errors import UserError
 from l2lopt.weights import files
@@ -247,3 +248,25 @@ def test_a_file_names_modules_only_where_it_is_trusted(path):
         files.load(path)
     loaded = files.load(path, trusted=True)
     assert torch.equal(loaded.phi()["head.weight"], made().phi()["head.weight"])
+
+
+def test_a_rule_that_is_not_finite_is_not_written_over_a_good_one(tmp_path):
+    rule, path = l2lopt.load("lstm"), tmp_path / "rule.safetensors"
+    l2lopt.save(rule, path)
+    before = path.read_bytes()
+    with torch.no_grad():
+        next(rule.parameters()).fill_(float("nan"))
+    with pytest.raises(UserError, match="expected finite numbers"):
+        l2lopt.save(rule, path)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_weights_are_the_same_whatever_pytorchs_default_is(dtype):
+    expected = files.digest(l2lopt.load("lstm"))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        assert files.digest(l2lopt.load("lstm")) == expected
+    finally:
+        torch.set_default_dtype(before)
