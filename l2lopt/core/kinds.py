@@ -86,10 +86,14 @@ def roles_in(module: nn.Module) -> dict[str, Role]:
         if (name := name_of.get(id(parameter))) is not None:  # none: computed of other parameters
             found[name] = role
 
-    named = [(name, part) for name, part in module.named_modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
+    named = [
+        (name, part)
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and hasattr(part, "weight")  # a subclass may have factors
+    ]
     tables = [table for _, table in named]
     tokens = {table.num_embeddings for name, table in named if not POSITIONS.search(name)}
-    linear = [part for part in module.modules() if isinstance(part, nn.Linear)]
+    linear = [part for part in module.modules() if isinstance(part, nn.Linear) and hasattr(part, "weight")]
     for part in module.modules():
         # What a layer calls an embedding, of image patches for instance, is a matrix where its class is none.
         if isinstance(part, nn.Linear) or type(part).__module__.startswith("torch.nn.modules."):
@@ -109,8 +113,9 @@ def roles_in(module: nn.Module) -> dict[str, Role]:
         if isinstance(part, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm | _NormBase):
             for parameter in part.parameters(recurse=False):
                 say(parameter, Role("vector"))
-        if isinstance(part, nn.RNNBase):
-            gates = {"LSTM": 4, "GRU": 3}.get(part.mode, 1)
+        if isinstance(part, nn.RNNBase | nn.RNNCellBase):
+            kind = part.mode if isinstance(part, nn.RNNBase) else type(part).__name__.removesuffix("Cell")
+            gates = {"LSTM": 4, "GRU": 3}.get(kind, 1)
             for name, weight in part.named_parameters(recurse=False):
                 if name.startswith(("weight_ih", "weight_hh")):
                     say(weight, Role("matrix", gates))

@@ -45,6 +45,36 @@ def test_the_weights_of_recurrent_layers_are_a_matrix_per_gate(kind, split):
     assert {role for name, role in found.items() if name.startswith("bias")} == {Role("vector")}
 
 
+@pytest.mark.parametrize(("kind", "split"), [(nn.LSTMCell, 4), (nn.GRUCell, 3), (nn.RNNCell, 1)])
+def test_so_are_those_of_a_single_step(kind, split):
+    found = roles_in(kind(3, 4))
+    assert {name: role.split for name, role in found.items()} == {
+        "weight_ih": split,
+        "weight_hh": split,
+        "bias_ih": 1,
+        "bias_hh": 1,
+    }
+
+
+class Factored(nn.Linear):
+    """A layer whose weight is a product."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__(inputs, outputs)
+        del self.weight
+        self.u, self.v = nn.Parameter(torch.ones(outputs, 2)), nn.Parameter(torch.ones(2, inputs))
+
+
+def test_a_layer_of_factors_has_no_weight_to_ask_for():
+    found = roles_in(nn.Sequential(nn.Embedding(9, 4), Factored(4, 9)))
+    assert {name: role.kind for name, role in found.items()} == {
+        "0.weight": "embedding",
+        "1.bias": "vector",
+        "1.u": "matrix",
+        "1.v": "matrix",
+    }
+
+
 def test_only_the_last_layer_of_as_many_outputs_as_tokens_is_a_head():
     found = roles_in(nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)))
     assert [role.kind for name, role in found.items() if "weight" in name] == ["embedding", "matrix", "head"]
