@@ -69,7 +69,7 @@ def source(
             remedy = "set optimiser in the config, or in changes"
             raise UserError("optimiser", expected="none beside a config", found=repr(optimiser), remedy=remedy)
         return Source(given)
-    objects = listed(given)
+    objects = listed([given] if given is None else given)
     first, *others = [describe(optimisee) for optimisee in objects]
     config: dict[str, Any] = {"optimisee": first, "device": str(_device(objects[0]))}
     if others:

@@ -86,6 +86,12 @@ def save(optimiser: Optimiser, path: str | Path, training: Mapping[str, Any] | N
         UserError: For an optimiser without a description, one with other options than it says, or one with numbers that
             are not finite; the file is left as it is.
     """
+    given: Any = optimiser
+    if not isinstance(given, Optimiser):
+        remedy = "give a rule, such as l2lopt.load gives"
+        raise UserError("save", expected="an optimiser", found=f"a {type(given).__name__}", remedy=remedy)
+    if Path(path).is_dir():
+        raise UserError(str(path), expected="a file to write", found="a folder", remedy="add a file's name")
     if optimiser.description is None:
         remedy = "build it with l2lopt.optimisers.make"
         raise UserError("save", expected="an optimiser with a description", found="none", remedy=remedy)
@@ -98,6 +104,11 @@ def save(optimiser: Optimiser, path: str | Path, training: Mapping[str, Any] | N
         "optimiser": dict(optimiser.description),
         "training": dict(training or {}),
     }
+    try:
+        json.dumps(header["training"])
+    except (TypeError, ValueError) as error:
+        remedy = "give plain numbers, texts, lists and tables"
+        raise UserError("save: training", expected="values of JSON", found=str(error), remedy=remedy) from None
     tensor_file.check_finite(Path(path), _numbers(optimiser), "meta-train again, with a lower rate")
     tensor_file.write(Path(path), "l2lopt", header, _numbers(optimiser))
 

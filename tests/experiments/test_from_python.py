@@ -247,3 +247,8 @@ def test_another_optimiser_or_none_is_refused(tmp_path):
     config = configs.load(tmp_path / "run" / "config.toml", kind=TrainConfig)
     with pytest.raises(UserError, match="optimiser: expected one made in Python, found none"):
         build.build_training(config, [problem()])
+
+
+def test_nothing_to_train_is_refused(tmp_path):
+    with pytest.raises(UserError, match="optimisee: expected an Optimisee, found a NoneType"):
+        l2lopt.train(None, tmp_path / "run")

@@ -270,3 +270,17 @@ def test_weights_are_the_same_whatever_pytorchs_default_is(dtype):
         assert files.digest(l2lopt.load("lstm")) == expected
     finally:
         torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize(
+    ("rule", "name", "facts", "message"),
+    [
+        (None, "", None, "expected a file to write, found a folder"),
+        (None, "a.safetensors", {"when": torch.ones(1)}, "save: training: expected values of JSON"),
+        (torch.nn.Linear(2, 2), "a.safetensors", None, "save: expected an optimiser, found a Linear"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused(tmp_path, rule, name, facts, message):
+    with pytest.raises(UserError, match=message):
+        l2lopt.save(rule or l2lopt.load("lstm"), tmp_path / name, facts)
+    assert not list(tmp_path.iterdir())
