@@ -164,10 +164,8 @@ def evaluate(
     folders = [Path(run) for run in runs]
     if not folders:
         raise UserError("evaluate", expected="at least one run", found="none", remedy="name a run's folder")
-    places = [folder.resolve() for folder in folders]
-    for index, folder in enumerate(folders):
-        if places[index] in places[:index]:
-            raise UserError("evaluate", expected="each run once", found=f"{folder} again", remedy="leave it out")
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise UserError("evaluate", expected="each run once", found="one that comes again", remedy="leave it out")
     settings = [meta_training_config(folder, changes) for folder in folders]
     for folder, other in zip(folders[1:], settings[1:], strict=True):
         for key in ("optimisee", "seed", "evaluation"):

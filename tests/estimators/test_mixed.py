@@ -220,7 +220,7 @@ def test_its_plan_is_that_of_all_members(monkeypatch):
         ({"evolution": "pes"}, "expected 'es'.* found persistent"),
         ({"evolution": {"name": "es", "persistent": True}}, "expected 'es'.* found persistent"),
         ({"evolution": {"name": "es", "shaping": "standardised"}}, "shaping: expected 'none', found 'standardised'"),
-        ({"evolution": {"name": "es", "floor": 0.1}}, "floor: expected 0, found 0.1"),
+        ({"evolution": {"name": "es", "floor": 0.1}}, "floor: expected 0 for the loss, found 0.1"),
         ({"evolution": {"name": "es", "pairs": 3}}, "pairs: expected at least 4"),
         ({"evolution": {"name": "es", "objective": "log-loss"}}, "no objective here"),
         ({"exact": {"name": "backprop", "objective": "loss"}}, "no objective here"),
