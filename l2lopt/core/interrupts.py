@@ -35,10 +35,10 @@ def interrupted_after() -> Iterator[None]:
 def interrupted_between_steps(patience: float = 1.0) -> Iterator[Callable[[], None]]:
     """Holds an interruption that comes within the block back until the current step has ended.
 
-    The block gets a function that it calls after every step; an interruption is raised there, as `KeyboardInterrupt`.
-    Anywhere else it could be lost (Python drops what is raised in a `__del__`) or leave a lock held (a `Condition`, as
-    in every queue, between taking its lock and saying so). One that has waited for `patience`, and a second one, are
-    raised where the program is.
+    The block gets a function that it calls after every step; an interruption is raised there, as `KeyboardInterrupt`,
+    and one that comes after the last call at the end of the block. Anywhere else it could be lost (Python drops what is
+    raised in a `__del__`) or leave a lock held (a `Condition`, as in every queue, between taking its lock and saying
+    so). One that has waited for `patience`, and a second one, are raised where the program is.
 
     Only the main thread is ever interrupted; in others this does nothing.
 
@@ -76,6 +76,7 @@ def interrupted_between_steps(patience: float = 1.0) -> Iterator[Callable[[], No
     before = signal.signal(signal.SIGINT, note)
     try:
         yield step_ended
+        step_ended()
     finally:
         for timer in waiting:
             timer.cancel()

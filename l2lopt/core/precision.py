@@ -1,4 +1,7 @@
-"""Numbers in double precision, also where the device has none."""
+"""Numbers in double precision, also where the device has none, and no autocast where it is not wanted."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
@@ -15,3 +18,13 @@ def double(value: Tensor) -> Tensor:
 def widest(device: torch.device) -> torch.dtype:
     """The dtype for long sums that stay on a device: float64, or float32 where the device knows no float64."""
     return torch.float32 if device.type in WITHOUT_DOUBLE else torch.float64
+
+
+@contextmanager
+def without_autocast(devices: Iterable[str]) -> Iterator[None]:
+    """No autocast inside the block on devices of these types: what is computed there keeps its dtype."""
+    with ExitStack() as stack:
+        for kind in devices:
+            if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield

@@ -1,5 +1,6 @@
 """An optimisee from any `nn.Module`, a loss and samples."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -142,11 +143,21 @@ def _check_factory(model: Any) -> None:
         raise UserError("model", expected=expected, found=f"a {type(model).__name__}", remedy=remedy)
     if not callable(model):
         raise UserError("model", expected=expected, found=repr(model), remedy="pass the model's class, or a lambda")
+    try:
+        inspect.signature(model).bind()
+    except TypeError as error:  # the class of a layer, for instance
+        remedy = "write lambda: in front of a call with its arguments"
+        raise UserError("model", expected="a function without arguments", found=str(error), remedy=remedy) from error
+    except ValueError:  # it has no signature that can be read
+        pass
     with seeded(0):
         first = model()
     if not isinstance(first, nn.Module):
         found = f"one that makes a {type(first).__name__}"
         raise UserError("model", expected=expected, found=found, remedy="return the module")
+    if any(nn.parameter.is_lazy(value) for value in (*first.parameters(), *first.buffers())):
+        found, remedy = "lazy parameters", "give the layers their sizes, or call the module once inside the function"
+        raise UserError("model", expected=expected, found=found, remedy=remedy)
     with seeded(0):
         second = model()
     if {id(value) for value in first.parameters()} & {id(value) for value in second.parameters()}:
@@ -173,7 +184,7 @@ def _first_loss(optimisee: ModuleOptimisee) -> Tensor:
 def _split(samples: tuple[Tensor, Tensor], share: float) -> InMemory:
     """The samples with a share of them, always the same, put aside for testing."""
     inputs, targets = samples
-    count = round(share * len(inputs))
+    count = round(share * len(inputs)) if 0 < share < 1 else 0
     if not 0 < count < len(inputs):
         found = f"{share} of {len(inputs)}"
         raise UserError("test", expected="a share that leaves samples to both", found=found, remedy="change the value")
@@ -195,9 +206,9 @@ def _read(source: Any, where: str) -> tuple[Tensor, Tensor]:
 def _check_loader(loader: DataLoader[Any], where: str) -> None:
     """Refuses a loader that says more than in which batches all samples come."""
     remedy = "pass the data set that it reads, or torch.utils.data.Subset of it"
-    if isinstance(loader.dataset, IterableDataset):
+    if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__len__"):
         return  # refused with the data set
-    count = len(loader.dataset)  # type: ignore[arg-type]  # a map-style data set has a length
+    count = len(loader.dataset)
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         raise UserError(where, expected="a DataLoader with a batch_size", found="a batch_sampler", remedy=remedy)
     sampler = loader.sampler
@@ -211,6 +222,9 @@ def _indexed(dataset: Any, collate: Callable[[list[Any]], Any], where: str) -> t
     """The samples 0, 1, … of a map-style data set."""
     if isinstance(dataset, IterableDataset):
         found, remedy = "an IterableDataset", "read it into tensors, or write an Optimisee"
+        raise UserError(where, expected="a data set with indices and a length", found=found, remedy=remedy)
+    if not hasattr(dataset, "__len__"):
+        found, remedy = f"{type(dataset).__name__} without a length", "give it a __len__, or read it into tensors"
         raise UserError(where, expected="a data set with indices and a length", found=found, remedy=remedy)
     count = len(dataset)
 
@@ -229,8 +243,9 @@ def _indexed(dataset: Any, collate: Callable[[list[Any]], Any], where: str) -> t
         remedy = "leave random transforms out of the data set, and pass augment="
         raise UserError(where, expected="the same samples each time", found="others the second time", remedy=remedy)
     chunks += [chunk(low) for low in range(_CHUNK, count, _CHUNK)]
-    shapes = {inputs.shape[1:] for inputs, _ in chunks}
-    if len(shapes) > 1:
+    for shapes in ({part.shape[1:] for part in parts} for parts in zip(*chunks, strict=True)):
+        if len(shapes) == 1:
+            continue
         found = " and ".join(str(list(shape)) for shape in sorted(shapes)[:2])
         raise UserError(where, expected="samples of one shape", found=found, remedy="pad or resize them")
     inputs, targets = (torch.cat(parts) for parts in zip(*chunks, strict=True))
@@ -249,11 +264,22 @@ def _pair(found: Any, where: str) -> tuple[Tensor, Tensor]:
         if not isinstance(part, Tensor | np.ndarray):
             kind = f"a {type(part).__name__} in it"
             raise UserError(where, expected=expected, found=kind, remedy="make tensors of both")
-    inputs, targets = (torch.as_tensor(part).detach() for part in found)
+    try:
+        inputs, targets = (_tensor(part).detach() for part in found)
+    except TypeError as error:  # an array of strings or of objects
+        remedy = "number the classes, for instance"
+        raise UserError(where, expected="numbers", found=str(error), remedy=remedy) from error
     if not inputs.dim() or not targets.dim() or len(inputs) != len(targets):
         shapes = f"shapes {list(inputs.shape)} and {list(targets.shape)}"
         raise UserError(where, expected="as many inputs as targets", found=shapes, remedy="samples are the first axis")
     return inputs, targets
+
+
+def _tensor(part: Tensor | np.ndarray) -> Tensor:
+    """A tensor of the same numbers; of a reversed array, which PyTorch does not take, a copy."""
+    if isinstance(part, np.ndarray) and any(stride < 0 for stride in part.strides):
+        part = part.copy()
+    return torch.as_tensor(part)
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

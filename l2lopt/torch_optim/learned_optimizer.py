@@ -2,8 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from itertools import chain, product
 from pathlib import Path
@@ -16,13 +15,24 @@ from torch.utils import _pytree as pytree
 
 from l2lopt import kernels, optimisers
 from l2lopt.core.errors import UserError
+from l2lopt.core.precision import without_autocast
 from l2lopt.kernels.fused import FusedOptimiser
 from l2lopt.optimisers import Optimiser
 from l2lopt.torch_optim import sharding
 from l2lopt.torch_optim.differentiable import Differentiable, higher
 from l2lopt.torch_optim.flat_vectors import FlatVector, compute_dtype
-from l2lopt.torch_optim.options import check_gradients, check_options, refuse_torchs, steps_of, warn_of_small_factors
-from l2lopt.torch_optim.parameter_groups import each_of, parameter_groups, roles_of
+from l2lopt.torch_optim.options import (
+    check_closure,
+    check_gradients,
+    check_options,
+    check_parameters,
+    names_of,
+    refuse_torchs,
+    steps_of,
+    warn_of_small_factors,
+    with_plain_counts,
+)
+from l2lopt.torch_optim.parameter_groups import each_of, named_alike, parameter_groups, roles_of
 from l2lopt.torch_optim.partition import vectors_of
 from l2lopt.torch_optim.state_check import check_rules, check_shapes
 from l2lopt.torch_optim.state_dict import restore
@@ -142,6 +152,11 @@ class LearnedOptimizer(torch.optim.Optimizer):
         if isinstance(params, nn.Module):
             asked = {name for name, value in (("kind", kind), ("split", split)) if value is not None}
             found = parameter_groups(params)
+            if not found[0]["params"]:
+                remedy = "set requires_grad of what is to be trained"
+                raise UserError(
+                    "LearnedOptimizer: params", expected="a parameter to train", found="none", remedy=remedy
+                )
             params = [{key: value for key, value in group.items() if key not in asked} for group in found]
         super().__init__(params, options | rules | progress | about | torchs)
         warn_of_small_factors(self.param_groups, self._rules)
@@ -184,10 +199,12 @@ class LearnedOptimizer(torch.optim.Optimizer):
         elif "weights" in param_group and not self._rules[group["weights"]].phi():
             group["fallback"] = None
         check_options(group)
-        super().add_param_group(_named_alike(group, self.param_groups))
+        super().add_param_group(named_alike(with_plain_counts(group), self.param_groups))
         added = self.param_groups[-1]
         try:
-            roles_of(added), each_of("fan_in", added, len(added["params"]))  # refuse what they cannot be
+            # These refuse what they cannot be.
+            check_parameters(zip(names_of(added), added["params"], strict=True))
+            roles_of(added), each_of("fan_in", added, len(added["params"]))
         except UserError:
             self.param_groups.pop()
             raise
@@ -209,10 +226,12 @@ class LearnedOptimizer(torch.optim.Optimizer):
             UserError: A gradient is sparse, complex or of integers, or the loss is missing; no parameter has changed.
         """
         result = None
+        check_closure(closure)
         if closure is not None:
             with torch.enable_grad():
                 result = loss = closure()
-        with torch.no_grad(), _full_precision(self.param_groups):
+        devices = {param.device.type for group in self.param_groups for param in group["params"][:1]}
+        with torch.no_grad(), without_autocast(devices | {"cpu"}):
             for group in self.param_groups:
                 # All groups before any step, so that a refusal leaves every parameter as it was.
                 check_gradients(group)
@@ -244,6 +263,11 @@ class LearnedOptimizer(torch.optim.Optimizer):
             expected = "a name, a file, a choice or an optimiser"
             remedy = f"use {files.list_weights()[0]!r}, for instance"
             raise UserError("LearnedOptimizer: weights", expected=expected, found=repr(weights), remedy=remedy)
+        rated = {*optimisers.HAND_DESIGNED} - {*optimisers.UNTUNED}
+        if isinstance(weights, str) and weights in rated and not Path(weights).exists():
+            choice = {"name": weights, "lr": 0.001}
+            found, remedy = f"{weights!r} without a rate", f"use {choice}, for instance"
+            raise UserError("LearnedOptimizer: weights", expected="a rule", found=found, remedy=remedy)
         if isinstance(weights, Optimiser):
             rule = deepcopy(weights)
         elif isinstance(weights, Mapping) or weights in optimisers.UNTUNED:
@@ -368,27 +392,3 @@ def _compact(value: Tensor) -> Tensor:
     """A tensor by itself, copied if it is a part of a larger storage."""
     is_part = type(value) is Tensor and value.untyped_storage().nbytes() > value.numel() * value.element_size()
     return value.clone() if is_part else value
-
-
-def _named_alike(group: dict[str, Any], others: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A group with names of its own if it has none and the other groups have them.
-
-    `torch.optim` refuses such a group. Here a module's names are taken unasked, and the `parameters()` of a layer that
-    is added later have none.
-    """
-    given = group["params"]
-    params = [given] if isinstance(given, Tensor) else given if isinstance(given, set) else list(given)
-    is_named = "param_names" in group or isinstance(params, set) or any(isinstance(one, tuple) for one in params)
-    if params and not is_named and others and "param_names" in others[0]:
-        params = [(f"{len(others)}.{index}", param) for index, param in enumerate(params)]
-    return {**group, "params": params}
-
-
-@contextmanager
-def _full_precision(groups: Sequence[Mapping[str, Any]]) -> Iterator[None]:
-    """No autocast inside the block: a step is computed in the dtype of the rules, wherever it is called."""
-    with ExitStack() as stack:
-        for kind in {param.device.type for group in groups for param in group["params"][:1]} | {"cpu"}:
-            if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        yield

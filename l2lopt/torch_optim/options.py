@@ -1,12 +1,13 @@
 """Options of `LearnedOptimizer`: their names, their ranges, and the parameters and gradients it accepts."""
 
 import logging
-from collections.abc import Mapping, Sequence
-from numbers import Real
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from l2lopt.core.errors import UserError, above_0, at_least_0, did_you_mean
 from l2lopt.optimisers import UNTUNED, Optimiser
@@ -23,6 +24,12 @@ _REFUSED = {
     "fused": "leave it out: rules that have a fused form use it by themselves",
 }
 """Options of `torch.optim` that mean nothing here, and are accepted where they ask for nothing → what to do instead."""
+_COUNTS = {
+    "steps": "give the number of steps of the run",
+    "split": "give the number of matrices that are stacked",
+    "fan_in": "give the number of inputs",
+}
+"""Options that are whole numbers → what to do where one is not."""
 SMALL = 0.01
 """Factor of the update below which it is probably a rate that was meant."""
 
@@ -42,15 +49,24 @@ def check_options(group: Mapping[str, Any]) -> None:
     if group["state_dtype"] not in STATE_DTYPES:
         found, remedy = repr(group["state_dtype"]), did_you_mean(str(group["state_dtype"]), STATE_DTYPES)
         raise UserError("LearnedOptimizer: state_dtype", expected="a known name", found=found, remedy=remedy)
-    steps = group["steps"]
-    if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
-        expected, remedy = "a whole number above 0, or None", "give the number of steps of the run"
-        raise UserError("LearnedOptimizer: steps", expected=expected, found=repr(steps), remedy=remedy)
-    for fan_in in group["fan_in"] if isinstance(group["fan_in"], list | tuple) else [group["fan_in"]]:
-        if fan_in is not None and (not isinstance(fan_in, int) or isinstance(fan_in, bool) or fan_in < 1):
-            expected, remedy = "a whole number above 0, or None", "give the number of inputs"
-            raise UserError("LearnedOptimizer: fan_in", expected=expected, found=repr(fan_in), remedy=remedy)
+    for name, remedy in _COUNTS.items():
+        for value in group[name] if isinstance(group[name], list | tuple) and name != "steps" else [group[name]]:
+            if value is not None and (isinstance(value, bool) or not isinstance(value, Integral) or value < 1):
+                found = repr(value)
+                expected = "a whole number above 0, or None"
+                raise UserError(f"LearnedOptimizer: {name}", expected=expected, found=found, remedy=remedy)
     refuse_torchs(group)
+
+
+def with_plain_counts(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group whose counts are Python's: those of NumPy could not be loaded from a saved state again."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [plain(one) for one in value]
+        return int(value) if isinstance(value, Integral) else value
+
+    return {name: plain(value) if name in _COUNTS else value for name, value in group.items()}
 
 
 def refuse_torchs(options: Mapping[str, Any]) -> None:
@@ -85,6 +101,21 @@ def steps_of(group: Mapping[str, Any], saved: Mapping[str, Any]) -> int | None:
         return before if steps is None else steps
     logging.getLogger("l2lopt").warning("the run was begun for %d steps and goes on to %d", before, steps)
     return steps
+
+
+def check_closure(closure: object) -> None:
+    """Refuses a closure that is none, such as a loss."""
+    if closure is not None and not callable(closure):
+        found, remedy = f"a {type(closure).__name__}", "call step(loss=…) to tell the loss"
+        raise UserError("step: closure", expected="a function", found=found, remedy=remedy)
+
+
+def check_parameters(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuses parameters that have no shape yet."""
+    for name, param in named:
+        if is_lazy(param):
+            expected, remedy = "a parameter with a shape", "call the model on a batch before making the optimiser"
+            raise UserError(f"parameter {name!r}", expected=expected, found="a lazy one", remedy=remedy)
 
 
 def check_gradients(group: Mapping[str, Any]) -> None:

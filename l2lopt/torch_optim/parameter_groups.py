@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from l2lopt.core.errors import UserError
 from l2lopt.core.kinds import Role, check_kind, check_split, roles, roles_in
 from l2lopt.core.layout import Layout
-from l2lopt.torch_optim.options import names_of
+from l2lopt.torch_optim.options import check_parameters, names_of
 
 Each: TypeAlias = Any
 """A value for all parameters of a group, a list with a value for each, or None."""
@@ -36,9 +36,13 @@ def parameter_groups(module: nn.Module, *, by_role: bool = False) -> list[dict[s
         module: Module to train.
         by_role: Whether parameters of one kind, split and fan-in make a group each, without names and with single
             values as options: for `ZeroRedundancyOptimizer`, which shares a group's parameters out to the processes.
+
+    Raises:
+        UserError: A parameter is lazy: it has no shape before the module's first call.
     """
-    known = roles_in(module)
     trainable = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
+    check_parameters(trainable)
+    known = roles_in(module)
     if not by_role:
         return [
             {
@@ -88,6 +92,8 @@ def roles_of(group: Mapping[str, Any]) -> tuple[Role, ...]:
     given = zip(each_of("kind", group, len(names)), each_of("split", group, len(names)), strict=True)
     for name, shape, role, (kind, split) in zip(names, shapes, roles(names, shapes), given, strict=True):
         chosen = role if kind is None else Role(check_kind(f"parameter {name!r}", kind))
+        if 0 in shape:  # nothing to orthogonalise
+            chosen = Role("vector")
         found.append(chosen if split is None else chosen._replace(split=check_split(name, shape, split)))
     return tuple(found)
 
@@ -101,3 +107,17 @@ def each_of(option: str, group: Mapping[str, Any], count: int) -> Sequence[Each]
         expected, found = f"one value, or a list of {count}, one for each parameter", f"a list of {len(value)}"
         raise UserError(f"LearnedOptimizer: {option}", expected=expected, found=found, remedy="cut it as the group")
     return value
+
+
+def named_alike(group: dict[str, Any], others: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A group with names of its own if it has none and the other groups have them.
+
+    `torch.optim` refuses such a group. Here a module's names are taken unasked, and the `parameters()` of a layer that
+    is added later have none.
+    """
+    given = group["params"]
+    params = [given] if isinstance(given, Tensor) else given if isinstance(given, set) else list(given)
+    is_named = "param_names" in group or isinstance(params, set) or any(isinstance(one, tuple) for one in params)
+    if params and not is_named and others and "param_names" in others[0]:
+        params = [(f"{len(others)}.{index}", param) for index, param in enumerate(params)]
+    return {**group, "params": params}

@@ -83,10 +83,31 @@ def test_a_step_that_does_not_end_is_interrupted_after_all():
     assert interrupted(block) == []
 
 
-def test_a_block_that_ends_in_time_is_not_interrupted_later():
-    with interrupted_between_steps(patience=0.1):
+def test_an_interruption_after_the_last_step_comes_at_the_end_of_the_block():
+    def block(say):
+        with interrupted_between_steps(patience=60) as step_ended:
+            step_ended()
+            interrupt()
+            say("after")
+        say("too late")
+
+    assert interrupted(block) == ["after"]
+
+
+def test_a_block_that_ends_in_time_is_not_interrupted_a_second_time():
+    with pytest.raises(KeyboardInterrupt), interrupted_between_steps(patience=0.1):
         interrupt()
     time.sleep(0.3)
+
+
+def test_the_error_of_a_block_is_not_replaced():
+    def block():
+        with interrupted_between_steps(patience=60):
+            interrupt()
+            raise ValueError("the block's own")
+
+    with pytest.raises(ValueError, match="the block's own"):
+        block()
 
 
 @pytest.mark.parametrize("block", [interrupted_after, interrupted_between_steps])

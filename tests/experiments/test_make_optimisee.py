@@ -54,6 +54,7 @@ class Numbers(Dataset):
     [
         pytest.param((INPUTS, TARGETS), id="tensors"),
         pytest.param([INPUTS.numpy(), TARGETS.numpy()], id="arrays"),
+        pytest.param([INPUTS.flip(0).numpy()[::-1], TARGETS.flip(0).numpy()[::-1]], id="reversed arrays"),
         pytest.param(SET, id="data set"),
         pytest.param(Numbers(), id="a data set of numbers"),
         pytest.param(DataLoader(SET, 7), id="loader"),
@@ -140,6 +141,18 @@ class Tables(Numbers):
         return {"inputs": INPUTS[index], "targets": TARGETS[index]}
 
 
+class Ragged(Numbers):
+    """Of one shape each, but for the targets of the last chunks."""
+
+    def __getitem__(self, index):
+        return INPUTS[index], TARGETS[index].repeat(1 if index < 512 else 2)
+
+
+class Endless(Dataset):
+    def __getitem__(self, index):
+        return SET[index]
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -155,6 +168,10 @@ class Tables(Numbers):
         (DataLoader(Augmented(), 7), "found others the second time"),
         (Cropped(), r"train: expected samples of one shape, found .*equal size"),
         (Lengthening(), r"train: expected samples of one shape, found \[2\] and \[3\]; pad or resize them"),
+        (Ragged(), r"train: expected samples of one shape, found \[1\] and \[2\]; pad or resize them"),
+        (Endless(), "a data set with indices and a length, found Endless without a length; give it a __len__"),
+        (DataLoader(Endless(), 7), "found Endless without a length"),
+        ((INPUTS, np.array(["a"] * 600)), "train: expected numbers, found .*str.*; number the classes"),
         (Subset(SET, []), "expected samples, found none"),
         (DataLoader(SET, 7, sampler=WeightedRandomSampler([1.0] * 600, 600)), "found WeightedRandomSampler; pass the"),
         (DataLoader(SET, 7, sampler=RandomSampler(SET, num_samples=30)), "found RandomSampler"),
@@ -192,6 +209,8 @@ def drawn_by_numpy():
             "expected a batch that goes through, found .*mat1 and mat2 shapes",
         ),
         (lambda: nn.Sequential(nn.Linear(3, 2), nn.RReLU()), "expected a loss that is pure, found RReLU"),
+        (nn.Linear, "model: expected a function without arguments, found missing a required .*'in_features'; write"),
+        (lambda: nn.LazyLinear(2), "fresh nn.Module, found lazy parameters; give the layers their sizes, or call"),
     ],
 )
 def test_models_that_are_no_models_are_refused(model, message):
@@ -217,7 +236,7 @@ def test_losses_that_are_no_losses_are_refused(loss, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("share", [0.0, 1.0, 0.0001, -0.5])
+@pytest.mark.parametrize("share", [0.0, 1.0, 0.0001, -0.5, float("nan"), float("inf")])
 def test_a_share_must_leave_samples_to_both(share):
     with pytest.raises(UserError, match="test: expected a share that leaves samples to both"):
         made(test=share)

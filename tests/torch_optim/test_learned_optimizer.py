@@ -216,4 +216,6 @@ def test_a_loss_of_one_number_is_taken_whatever_its_shape_and_others_are_refused
     after = param.detach().clone()
     with pytest.raises(UserError, match=r"step: loss: expected one number, found \[4\]"):
         optimizer.step(loss=torch.ones(4))
+    with pytest.raises(UserError, match=r"step: closure: expected a function, found a Tensor; call step\(loss=…\)"):
+        optimizer.step(torch.ones(1))
     assert param.equal(after)

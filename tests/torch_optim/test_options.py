@@ -213,6 +213,10 @@ def test_a_factor_that_looks_like_a_rate_is_warned_of_once(weights, lr, count, c
         ({"weight_decay": None}, "weight_decay: expected a number, found None"),
         ({"weights": None}, "weights: expected a name, a file, a choice or an optimiser, found None"),
         ({"fallback": 3}, "fallback: expected a name, a choice or a hand-made optimiser, found 3"),
+        (
+            {"weights": "adam"},
+            "weights: expected a rule, found 'adam' without a rate; use {'name': 'adam', 'lr': 0.001}",
+        ),
     ],
 )
 def test_an_option_of_the_wrong_kind_is_refused(options, message):

@@ -3,6 +3,7 @@
 import math
 from copy import deepcopy
 
+import numpy as np
 import pytest
 import torch
 from implementations import normal
@@ -76,11 +77,46 @@ def test_a_groups_own_word_counts_and_all_else_is_told_by_names_and_shapes():
         ({"fan_in": True}, "fan_in: expected a whole number above 0, or None, found True"),
         ({"steps": 0}, "steps: expected a whole number above 0, or None, found 0"),
         ({"steps": 2.5}, "steps: expected a whole number"),
+        ({"split": "3"}, "split: expected a whole number above 0, or None, found '3'"),
+        ({"split": [True]}, "split: expected a whole number above 0, or None, found True"),
     ],
 )
 def test_what_cannot_be_is_refused(options, message):
     with pytest.raises(UserError, match=message):
         LearnedOptimizer([("w", nn.Parameter(normal(6, 3)))], "normalised-muon", **options)
+
+
+def test_counts_of_numpy_are_taken_and_saved_as_pythons(tmp_path):
+    counts = {"steps": np.int64(9), "split": np.int32(2), "fan_in": [np.int64(3)]}
+    (group,) = LearnedOptimizer([("w", nn.Parameter(normal(6, 3)))], **counts).param_groups
+    assert {name: group[name] for name in counts} == {"steps": 9, "split": 2, "fan_in": [3]}
+    torch.save({name: group[name] for name in counts}, tmp_path / "group.pt")
+    torch.load(tmp_path / "group.pt", weights_only=True)
+
+
+def test_a_lazy_module_is_called_first():
+    model = torch.nn.Sequential(torch.nn.LazyLinear(2))
+    for params in (model, model.parameters()):
+        with pytest.raises(UserError, match=r"expected a parameter with a shape, found a lazy one; call the model on"):
+            LearnedOptimizer(params)
+    model(torch.ones(3, 4))
+    assert LearnedOptimizer(model).param_groups[0]["kind"] == ["matrix", "vector"]
+
+
+@pytest.mark.parametrize("module", [nn.ReLU(), nn.Linear(3, 2).requires_grad_(False)], ids=str)
+def test_a_module_with_nothing_to_train_is_refused(module):
+    with pytest.raises(UserError, match="params: expected a parameter to train, found none"):
+        LearnedOptimizer(module)
+
+
+@pytest.mark.parametrize("kind", ["matrix", ["matrix", "matrix"], "head", "embedding"], ids=str)
+def test_an_empty_parameter_is_no_matrix(kind):
+    empty, full = nn.Parameter(normal(0, 4)), nn.Parameter(normal(3, 4))
+    optimizer = LearnedOptimizer([empty, full], kind=kind)
+    before = full.detach().clone()
+    (empty.sum() + full.square().sum()).backward()
+    optimizer.step()
+    assert not full.equal(before)
 
 
 @pytest.mark.parametrize("weights", [{"name": "sgd", "lr": 0.1}, "normalised-muon", "lstm"], ids=str)
