@@ -129,6 +129,9 @@ def _module(where: str, name: str) -> Any:
         found = f"no module {error.name!r}" if missing else f"an import that fails: {error}"
         remedy = "install it, or put its folder into PYTHONPATH" if missing else "mend the module"
         raise UserError(where, expected=f"a module {name!r}", found=found, remedy=remedy) from None
+    except Exception as error:  # whatever the user's module does
+        found = f"an import that fails: {type(error).__name__}: {error}"
+        raise UserError(where, expected=f"a module {name!r}", found=found, remedy="mend the module") from error
 
 
 def build(table: Table, kind: str, choice: Choice, /, **extra: Any) -> Any:

@@ -13,7 +13,7 @@ from l2lopt.evaluation.benchmark_result import LEAGUES, League, TaskInfo
 from l2lopt.evaluation.comparison import interval
 from l2lopt.evaluation.scores import Interval
 from l2lopt.evaluation.standings import Competitor, Standings
-from l2lopt.report.tables import Table
+from l2lopt.report.tables import Table, loss_text
 
 LEAGUE_TITLES: Mapping[League, str] = {
     "untuned": "Untuned: one setting for all tasks",
@@ -107,7 +107,7 @@ def loss_table(standings: Standings, field: Sequence[Competitor]) -> Shaded:
         hand_made = [mean for mean, entry in zip(means, field, strict=True) if entry.kind != "learned"]
         cells: list[str | None] = []
         for column, (line, mean, entry) in enumerate(zip(found, means, field, strict=True), start=1):
-            text = number(mean) if line else None
+            text = loss_text(mean, ".4g") if line else None
             text = f"{text} ({line.diverged}/{standings.result.seeds} diverged)" if line and line.diverged else text
             cells.append(f"**{text}**" if text and mean == min(means) < torch.inf else text)
             if line and entry.kind == "learned" and hand_made and mean != min(hand_made):
@@ -134,7 +134,9 @@ def losses_against(standings: Standings, entry: Competitor, others: Sequence[Com
             for column, (mine, other) in enumerate(pairs, start=3):
                 if mine.mean() != other.mean():
                     classes[len(rows), column] = "bad" if mine.mean() > other.mean() else "good"
-            rows.append((task.name, task.family, number(float(own.mean())), *(_difference(*pair) for pair in pairs)))
+            rows.append(
+                (task.name, task.family, loss_text(float(own.mean()), ".4g"), *(_difference(*pair) for pair in pairs))
+            )
     heads = ("task", "family", "its loss", *(f"less that of {other.label}" for other in others))
     legend = "Mean final test losses, and differences paired by seed with 95 % intervals of Student's t."
     title = f"{entry.label}: {len(rows)} of {len(standings.tasks)} tasks"
@@ -238,11 +240,6 @@ def percent(value: float) -> str:
         return "> +1000 %" if value > 0 else "< −1000 %"
     text = f"{100 * value:+.1f} %"  # without a sign where nothing is left to have one
     return text[1:] if text[1:] == "0.0 %" else text.replace("-", "−")
-
-
-def number(value: float) -> str:
-    """A loss with four digits."""
-    return f"{value:.4g}" if abs(value) < torch.inf else "∞"
 
 
 def _families(standings: Standings) -> dict[str, list[TaskInfo]]:

@@ -1,10 +1,11 @@
 """The tables that show a comparison."""
 
+import math
 from collections.abc import Callable, Sequence
 
 from l2lopt.evaluation.comparison import Comparison, Evaluation
 from l2lopt.evaluation.settings import SPLITS
-from l2lopt.report.tables import Table
+from l2lopt.report.tables import Table, loss_text
 
 
 def comparison_table(
@@ -38,7 +39,7 @@ def comparison_table(
 
 
 def _cell(row: Comparison, means: Sequence[float]) -> str:
-    cell = f"{row.mean:.3g}"
+    cell = loss_text(row.mean)
     if not row.versus:
         return cell
     cell = f"**{cell}**" if row.difference_high < 0 else cell
@@ -57,12 +58,16 @@ def loss_table(result: Evaluation, split: str) -> Table:
     rows = []
     for name in dict.fromkeys(row.optimiser for row in result.table):
         found = [row for row in result.table if (row.optimiser, row.split) == (name, split)]
-        rows.append((name, *(f"{row.mean:.5f}" for row in found)))
+        rows.append((name, *(loss_text(row.mean, ".5f") for row in found)))
         if found[0].versus:
-            paired = (
-                f"{row.difference:+.5f} [{row.difference_low:+.5f}, {row.difference_high:+.5f}] {row.versus}"
-                for row in found
-            )
-            rows.append(("  less the best baseline", *paired))
+            rows.append(("  less the best baseline", *map(_paired, found)))
     heads = ("optimiser", *(f"step {horizon}" for horizon in horizons))
     return Table(heads, tuple(rows), title=f"{split} loss, mean nats per sample")
+
+
+def _paired(row: Comparison) -> str:
+    """A line's difference from the best baseline with its interval, which infinite losses do not have."""
+    if not math.isfinite(row.difference):
+        return f"{'both ∞' if math.isnan(row.difference) else '∞' if row.difference > 0 else '−∞'} {row.versus}"
+    bounds = f" [{row.difference_low:+.5f}, {row.difference_high:+.5f}]" if math.isfinite(row.difference_low) else ""
+    return f"{row.difference:+.5f}{bounds} {row.versus}"

@@ -1,5 +1,6 @@
 """Tables of results: one value, written as Markdown or HTML; the command line prints it."""
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,6 +11,16 @@ from l2lopt.core.errors import UserError
 
 Cell: TypeAlias = str | None
 """Text in which `**…**` marks what is set in bold; None where a column has no meaning in this row."""
+
+
+def loss_text(value: float | None, digits: str = ".3g") -> str:
+    """A loss in a table; ∞ where there is no finite one (None in a file: JSON has no such number).
+
+    Args:
+        value: Loss.
+        digits: Format of a finite one.
+    """
+    return "∞" if value is None or not math.isfinite(value) else f"{value:{digits}}"
 
 
 class Span(NamedTuple):

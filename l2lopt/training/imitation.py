@@ -86,7 +86,9 @@ def imitate(
         lessons += runs.whole(1, partial(_lesson, rule, estimator, settings))
         report("imitate", number + 1, len(optimisees), {})
     usable = [lesson for lesson in lessons if lesson.told.isfinite().all() and lesson.outputs.isfinite().all()]
-    phi, error = processes.on_first(lambda: _fitted(rule, usable, settings))
+    device = next(iter(rule.phi().values())).device  # lessons of several ranks come by way of the CPU
+    placed = [Lesson(*(value.to(device) for value in lesson)) for lesson in usable]
+    phi, error = processes.on_first(lambda: _fitted(rule, placed, settings))
     assign(optimiser, phi)
     gain = torch.stack([lesson.value for lesson in usable]).mean() if usable else torch.tensor(math.nan)
     return {"lessons": float(len(usable)), "gain": float(gain), "error": error}
@@ -167,7 +169,7 @@ def _fitted(rule: Hierarchical, lessons: Sequence[Lesson], settings: ImitationSe
         found.backward()
         adam.step()
         error = float(found.detach())
-    return {name: value.detach().clone() for name, value in pupil.phi().items()}, error
+    return {name: value.detach().cpu() for name, value in pupil.phi().items()}, error
 
 
 def _error(rule: Hierarchical, lessons: Sequence[Lesson]) -> Tensor:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from l2lopt.core.errors import UserError
-from l2lopt.report.tables import Table
+from l2lopt.report.tables import Table, loss_text
 from l2lopt.weights import files
 
 NAME = "README.md"
@@ -84,9 +84,8 @@ def comparison_tables(label: str, lines: Sequence[Mapping[str, Any]]) -> list[Ta
         label: Problem's name.
         lines: Lines of the comparison, as in `evaluation.json`.
     """
-    # JSON has no number for the mean of runs that diverged: the file has null.
     found = {(line["optimiser"], line["split"], line["horizon"]): line["mean"] for line in lines}
-    means = {place: "inf" if mean is None else f"{mean:.3g}" for place, mean in found.items()}
+    means = {place: loss_text(mean) for place, mean in found.items()}
     names = dict.fromkeys(line["optimiser"] for line in lines)
     tables = []
     for split in dict.fromkeys(line["split"] for line in lines):

@@ -209,6 +209,7 @@ def _mine(tmp_path, monkeypatch):
         "number = 3\n"
     )
     (tmp_path / "mine" / "broken.py").write_text("import a_module_that_nobody_has\n")
+    (tmp_path / "mine" / "wrong.py").write_text("size = 1 / 0\n")
     monkeypatch.syspath_prepend(tmp_path)
     yield
     for name in [name for name in sys.modules if name.split(".")[0] == "mine"]:
@@ -237,6 +238,7 @@ def test_a_name_may_be_a_modules():
             "expected a module 'other.things', found no module 'other'; install it, or put its folder",
         ),
         ("mine.broken:make", "expected a module 'mine.broken', found an import that fails: No module named 'a_module_"),
+        ("mine.wrong:make", "found an import that fails: ZeroDivisionError: division by zero; mend the module"),
         ("mine.things:mak", "expected 'mak' in mine.things, found none; did you mean 'make'?"),
         ("mine.things:Box.Iner", "expected 'Iner' in mine.things, found none; did you mean 'Inner'?"),
         ("mine.things:number", "expected a class or function, found int; name one"),

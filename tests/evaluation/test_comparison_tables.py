@@ -38,7 +38,7 @@ def test_the_comparison_in_markdown():
         "| Small, MLP | train, step 20 | train, step 1,000 | test, step 20 | test, step 1,000 |",
         "|---|---|---|---|---|",
         "| mine | 1 | **0.123** (0.1–0.15) | 1 | 1.23e+04 ↑ |",
-        "| sgd | 1 | 0.3 | 1 | inf |",
+        "| sgd | 1 | 0.3 | 1 | ∞ |",
         "",
         "- sgd: the best rate at step 20, 1, is the upper end of its grid",
         "- sgd: 2 runs above their first loss at step 1,000 on the train set",
@@ -57,6 +57,19 @@ def test_the_losses_on_one_split_with_paired_differences():
     )
 
 
+def test_the_differences_of_losses_that_are_not_finite():
+    """NaN is ∞ − ∞; a single seed has a difference and no interval."""
+
+    def row(horizon, difference, low=NAN):
+        return Comparison("mine", "learned", horizon, "test", 0.5, NAN, NAN, "sgd", difference, low, -low, 0)
+
+    inf = math.inf
+    rows = [row(1, -inf), row(2, inf, inf), row(3, NAN), row(4, 0.25), row(5, 0.0, -0.125)]
+    losses, differences = loss_table(Evaluation([], rows), "test").rows
+    assert losses == ("mine", *["0.50000"] * 5)
+    assert differences[1:] == ("−∞ sgd", "∞ sgd", "both ∞ sgd", "+0.25000 sgd", "+0.00000 [-0.12500, +0.12500] sgd")
+
+
 def test_a_published_comparison():
     lines = [row._asdict() for row in RESULT.table][:5]
     train, test = comparison_tables("digits", lines)
@@ -65,6 +78,6 @@ def test_a_published_comparison():
     assert train.rows == (("mine", "0.123", "1"), ("sgd", "0.3", ""))
     assert test.title == "digits: test loss, mean nats per sample"
     assert test.columns == ("optimiser", "step 1,000")
-    assert test.rows == (("mine", "1.23e+04"), ("sgd", "inf"))
+    assert test.rows == (("mine", "1.23e+04"), ("sgd", "∞"))
     (diverged,) = comparison_tables("digits", [lines[0] | {"mean": None}])  # as a file has it
-    assert diverged.rows == (("mine", "inf"),)
+    assert diverged.rows == (("mine", "∞"),)

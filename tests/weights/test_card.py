@@ -63,7 +63,7 @@ def test_the_text_says_what_the_header_of_the_file_knows(card):
     assert head.license == "unknown"
     assert found["Tasks seen"] == "- mlp: hidden [20]\n- rosenbrock"
     assert found["Cost"] == "1,500 meta-updates, 60 seconds"
-    assert "| adam | inf |" in found["Comparisons"]
+    assert "| adam | ∞ |" in found["Comparisons"]
     said = "behind the best tuned baseline in test loss (step 1,000); up to 2 runs ended above their first loss."
     assert found["Known failures"] == f"- digits | MLP, mine: {said}"
     assert found["Safe range"].startswith("Meta-trained on runs of 100 to 500 steps")
