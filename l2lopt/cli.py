@@ -278,8 +278,9 @@ def reproduce(
 @app.command()
 def benchmark(
     suite: Annotated[
-        Path, typer.Argument(metavar="SUITE", help="smoke (minutes), small (an hour), full (a night), or a TOML file.")
-    ] = Path("smoke"),
+        Path | None,
+        typer.Argument(metavar="SUITE", help="smoke (minutes), small (an hour), full (a night), or a TOML file."),
+    ] = None,
     run: Run = None,
     changes: Set = None,
     data: Data = None,
@@ -297,11 +298,11 @@ def benchmark(
     """Compare optimisers on a suite of tasks, or on your own, untuned and tuned; goes on where it was stopped."""
     from l2lopt.experiments import config as configs
 
-    if not task:
-        configs.find(suite, "suites", "a suite's file")
+    if suite is not None or not task:
+        configs.find(suite or "smoke", "suites", "a suite's file")
     from l2lopt.experiments import benchmark as benchmarks
 
-    name = "own" if task else suite.stem
+    name = "own" if task else (suite or Path(benchmarks.SMALLEST)).stem
     folder, asked = run or Path("runs") / f"benchmark-{name}", _changes(changes, None, None)
     own = {one: one for one in task} if task else None
     with progress() as report:

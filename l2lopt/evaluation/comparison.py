@@ -13,10 +13,10 @@ from l2lopt.core.types import Report, silent
 from l2lopt.evaluation import contestants
 from l2lopt.evaluation.contestants import Contestant
 from l2lopt.evaluation.free_runs import RunCache, no_cache
-from l2lopt.evaluation.scores import finite_or_infinite
+from l2lopt.evaluation.scores import beginning, finite_or_infinite
 from l2lopt.evaluation.settings import SPLITS, EvaluationSettings
 from l2lopt.evaluation.torch_classes import OptimizerFactory
-from l2lopt.evaluation.tuned_runs import Choices, OptimiserRun, Problems, check_heldout, optimiser_run
+from l2lopt.evaluation.tuned_runs import Choices, OptimiserRun, Problems, check_baseline, check_heldout, optimiser_run
 from l2lopt.optimisee import Optimisee, Split
 from l2lopt.optimisers import Optimiser
 from l2lopt.report.interval import half_width
@@ -116,7 +116,7 @@ def evaluate(
     if len(set(names)) < len(names):
         raise UserError("evaluation", expected="a name for each optimiser", found=", ".join(names), remedy="add labels")
     for baseline in settings.baselines:
-        baseline.check(optimisee)  # before hours of work
+        check_baseline(baseline, optimisee)  # before hours of work
     if any(len(contestant.rates) > 1 for contestant in entered):
         check_heldout(optimisee, "evaluation")
     runs = {}
@@ -198,7 +198,7 @@ def _diverged(run: OptimiserRun, split: Split, horizon: int) -> int:
     """The number of runs whose loss at a step is not finite, or above the first."""
     values = finite_or_infinite(run.losses[split][horizon])
     # Before its first step a network with batch norm may have any test-mode loss.
-    begin = torch.minimum(run.losses[split][0], run.first)
+    begin = beginning(run.losses[split], run.first)
     return int((~values.isfinite() | (values > begin)).sum())
 
 

@@ -3,10 +3,12 @@
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
-from statistics import fmean
+
+import torch
 
 from l2lopt.evaluation.board import board, run_name, write_curve, write_tables_and_figures
 from l2lopt.evaluation.comparison import Evaluation
+from l2lopt.evaluation.scores import finite_or_infinite
 from l2lopt.evaluation.settings import SPLITS
 from l2lopt.evaluation.tables import loss_table
 
@@ -26,7 +28,7 @@ def write_evaluation_board(result: Evaluation, folder: Path, figures: Iterable[P
     for index, (name, by_split) in enumerate(losses.items()):
         with board(folder / run_name(index, name)) as events:
             for split, by_step in by_split.items():
-                write_curve(events, f"loss/{split}", {step: fmean(values) for step, values in by_step.items()})
+                write_curve(events, f"loss/{split}", {step: _mean(values) for step, values in by_step.items()})
             lines = [line for line in result.table if line.optimiser == name]
             settings: dict[str, str | float] = {"optimiser": name, "kind": kinds[name]}
             for split, by_horizon in result.chosen.get(name, {}).items():
@@ -35,3 +37,8 @@ def write_evaluation_board(result: Evaluation, folder: Path, figures: Iterable[P
     texts = {f"{split} loss": loss_table(result, split).markdown() for split in SPLITS}
     texts |= {"warnings": "\n".join(f"- {text}" for text in result.warnings)} if result.warnings else {}
     write_tables_and_figures(folder, texts, figures)
+
+
+def _mean(losses: list[float]) -> float:
+    """The mean; infinite where a loss is not finite."""
+    return float(finite_or_infinite(torch.tensor(losses, dtype=torch.float64)).mean())

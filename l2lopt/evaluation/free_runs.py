@@ -27,6 +27,7 @@ from l2lopt.kernels.graph import NotCompiledError
 from l2lopt.kernels.inner_step import InnerSteps, compiled_steps, eager_steps
 from l2lopt.optimisee import BatchesOfRows, Optimisee, Split, evaluate_rows, flat_loss, init_rows
 from l2lopt.optimisers import Optimiser
+from l2lopt.optimisers.closures import closure_of
 from l2lopt.optimisers.schedules import set_mode
 from l2lopt.parallel import processes
 
@@ -227,12 +228,8 @@ def _torch_step(
     value, after = evaluate()
     try:
         for optimizer in optimizers:
-            ready = [value]  # the gradients are there: the first call of a closure costs nothing
-
-            def closure(ready: list[Tensor] = ready) -> Tensor:
-                return ready.pop() if ready else evaluate()[0]
-
             if "closure" in inspect.signature(optimizer.step).parameters:
+                closure = closure_of(optimizer, params.values(), value, lambda: evaluate()[0])
                 optimizer.step(closure)  # type: ignore[arg-type]  # torch.optim calls a loss a float
             else:
                 optimizer.step()

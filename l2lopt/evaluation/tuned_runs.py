@@ -12,11 +12,12 @@ from l2lopt.core.errors import UserError
 from l2lopt.core.seeding import seed_of
 from l2lopt.core.types import Report, silent
 from l2lopt.evaluation.contestants import Contestant
-from l2lopt.evaluation.free_runs import Curves, RunCache, no_cache, record_steps, run_groups
+from l2lopt.evaluation.free_runs import Curves, RunCache, no_cache, record_steps, run_free, run_groups
 from l2lopt.evaluation.scores import finite_or_infinite
-from l2lopt.evaluation.settings import SPLITS, EvaluationSettings
+from l2lopt.evaluation.settings import SPLITS, Baseline, EvaluationSettings
 from l2lopt.evaluation.step_backend import StepBackend, step_backend
 from l2lopt.optimisee import Optimisee, Split
+from l2lopt.optimisers import Optimiser
 
 _log = logging.getLogger("l2lopt")
 MUCH_READING, WORTH_SAYING = 0.1, 1.0
@@ -157,6 +158,29 @@ def _best_run(contestant: Contestant, problems: Problems) -> OptimiserRun:
     as_it_is = {horizon: TunedRun(contestant.rates[0], length) for horizon, length in lengths.items()}
     made = _curve(contestant, dict.fromkeys(SPLITS, as_it_is), problems, form)
     return OptimiserRun(contestant.kind, *made, cut=contestant.knows_end and len(horizons) > 1)
+
+
+def check_baseline(baseline: Baseline, optimisee: Optimisee) -> None:
+    """Builds a baseline for a problem and has a class of `torch.optim` make a step, before hours of work.
+
+    Args:
+        baseline: Baseline.
+        optimisee: Problem.
+
+    Raises:
+        UserError: For an unknown name or option, or parameters or gradients that the class refuses.
+    """
+    baseline.check(optimisee)
+    built = baseline.build(baseline.rates[0], 1)
+    if isinstance(built, Optimiser):
+        return
+    try:
+        run_free(built, optimisee, [0], [1], splits=())
+    except UserError:
+        raise
+    except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # the class's own
+        where, remedy = f"optimiser {baseline.name!r}", "change its options, or choose another"
+        raise UserError(where, expected="one that can step", found=str(error), remedy=remedy) from error
 
 
 def check_heldout(optimisee: Optimisee, where: str) -> None:

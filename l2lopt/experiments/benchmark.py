@@ -16,14 +16,18 @@ from l2lopt.evaluation.benchmark_board import write_board
 from l2lopt.evaluation.benchmark_report import write_report
 from l2lopt.evaluation.benchmark_result import BenchmarkResult, joined, read_result
 from l2lopt.evaluation.suites import Catalogue, Competitor, Suite
+from l2lopt.evaluation.tuned_runs import check_heldout
 from l2lopt.experiments import benchmark_jobs, run_facts, run_folder
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.benchmark_jobs import Plan, PlannedTask
 from l2lopt.optimisee import Optimisee
 from l2lopt.parallel import processes
+from l2lopt.storage import toml_file
 from l2lopt.storage.run_lock import locked
 
 _log = logging.getLogger("l2lopt")
+SMALLEST = "smoke"
+"""Suite of those who name none."""
 OWN = "small"
 """Suite whose competitors meet on a user's own tasks."""
 STEPS = 200
@@ -31,7 +35,7 @@ STEPS = 200
 
 
 def benchmark(
-    suite: str | Path = "smoke",
+    suite: str | Path | None = None,
     folder: str | Path | None = None,
     *,
     tasks: Mapping[str, Optimisee | Choice] | None = None,
@@ -55,7 +59,7 @@ def benchmark(
 
     Args:
         suite: Name of a shipped suite ("smoke": minutes, "small": an hour, "full": a night, on two cores), or the path
-            of a TOML file.
+            of a TOML file; None: "smoke", and for tasks of your own "small", whose competitors are more.
         folder: Folder that gets the report; by default runs/benchmark-<name of the suite>.
         tasks: Name → problem of your own, in place of the suite's tasks: an `Optimisee`, such as `make_optimisee`
             gives, or the choice of one.
@@ -82,7 +86,7 @@ def benchmark(
     """
     _check_call(tasks, steps, jobs)
     earlier = None if beside is None else read_result(Path(beside))
-    name, asked = load_suite(OWN if tasks is not None and str(suite) == "smoke" else suite, changes)
+    name, asked = load_suite(suite or (SMALLEST if tasks is None else OWN), changes)
     if optimisers is not None:
         asked = asked.model_copy(update={"competitors": [_competitor(*item) for item in optimisers.items()]})
     asked = asked.model_copy(update={"competitors": _installed(asked.competitors)})
@@ -91,6 +95,7 @@ def benchmark(
     else:
         name, planned = "own", [PlannedTask(key, key, "own", steps or STEPS, task) for key, task in tasks.items()]
     asked = asked.model_copy(update={"competitors": _with_a_league(asked.competitors, planned)})
+    _check_tuning(asked, planned)
     if jobs > 1 and any(isinstance(task.optimisee, Optimisee) for task in planned):
         remedy = "drop jobs, or name a function that makes the problem, such as 'module:function'"
         raise UserError("jobs", expected="1 for problems made in Python", found=str(jobs), remedy=remedy)
@@ -144,6 +149,16 @@ def _check_call(tasks: Any, steps: int | None, jobs: int) -> None:
             expected, found = "an Optimisee, or the choice of one", f"a {type(task).__name__}"
             remedy = "make one with l2lopt.make_optimisee"
             raise UserError(f"task {name!r}", expected=expected, found=found, remedy=remedy)
+        if not isinstance(task, Optimisee):
+            toml_file.check(f"task {name!r}", task)
+
+
+def _check_tuning(suite: Suite, planned: Sequence[PlannedTask]) -> None:
+    """Refuses tasks of one's own on which no rate can be chosen, before any run."""
+    if any(len(one.rates) > 1 and "tuned" in one.leagues for one in suite.competitors):
+        for number, task in enumerate(planned):
+            if task.split == "own":
+                check_heldout(benchmark_jobs.optimisee_of(planned, number), f"task {task.name!r}")
 
 
 def _competitor(name: str, given: Any) -> Competitor:
@@ -190,7 +205,7 @@ def _with_a_league(competitors: Sequence[Competitor], planned: Sequence[PlannedT
 def _absent(competitor: Competitor) -> str | None:
     """The package of a competitor that is not installed."""
     package = run_facts.package_of(competitor)
-    return package if package is not None and find_spec(package) is None else None
+    return None if package in (None, run_facts.MAIN) or find_spec(package) is not None else package
 
 
 def _available(suite: Suite, catalogue: Catalogue, steps: int | None) -> list[PlannedTask]:

@@ -20,7 +20,7 @@ from l2lopt.evaluation import benchmark as protocol
 from l2lopt.evaluation.benchmark_result import TaskInfo, TaskRun, TaskSplit
 from l2lopt.evaluation.free_runs import Curves, RunCache
 from l2lopt.evaluation.suites import Suite
-from l2lopt.evaluation.tuned_runs import Problems
+from l2lopt.evaluation.tuned_runs import Problems, check_baseline
 from l2lopt.experiments import run_facts
 from l2lopt.experiments.cost_forecast import format_duration
 from l2lopt.experiments.run_cache import FileCache
@@ -155,7 +155,7 @@ def make_job(plan: Plan, job: Job, report: Report = silent) -> None:
 def _task_runs(plan: Plan, job: Job, report: Report, only_cached: bool = False) -> list[TaskRun]:
     """The runs of a competitor on a task, read from the cache where they are there."""
     with cpu_threads(1):  # small tensors are fastest on one, and the numbers are then those of any number of jobs
-        made = protocol.entry(plan.suite.competitors[job.competitor], _optimisee(plan, job.task))
+        made = protocol.entry(plan.suite.competitors[job.competitor], optimisee_of(plan.tasks, job.task))
         problems = _problems(plan, job, made, report, only_cached)
         return protocol.task_runs(made, _info(plan, job.task), problems, job.self_tuned)
 
@@ -163,7 +163,7 @@ def _task_runs(plan: Plan, job: Job, report: Report, only_cached: bool = False) 
 def _rates_tried(plan: Plan, job: Job, report: Report) -> dict[float, float]:
     """The losses of a competitor's rates on a task, read from the cache where they are there."""
     with cpu_threads(1):
-        made = protocol.entry(plan.suite.competitors[job.competitor], _optimisee(plan, job.task))
+        made = protocol.entry(plan.suite.competitors[job.competitor], optimisee_of(plan.tasks, job.task))
         return protocol.rates_tried(made, _problems(plan, job, made, report))
 
 
@@ -198,11 +198,12 @@ def _refuse() -> Curves:
 
 def _facts(plan: Plan, number: int) -> dict[str, Any]:
     """What tells the problem of a task from others."""
-    return run_facts.problem_facts(plan.tasks[number].optimisee, _optimisee(plan, number))
+    return run_facts.problem_facts(plan.tasks[number].optimisee, optimisee_of(plan.tasks, number))
 
 
-def _optimisee(plan: Plan, number: int) -> Optimisee:
-    choice = plan.tasks[number].optimisee
+def optimisee_of(tasks: Sequence[PlannedTask], number: int) -> Optimisee:
+    """The problem of a task."""
+    choice = tasks[number].optimisee
     return choice if isinstance(choice, Optimisee) else _built(json.dumps(choice, sort_keys=True))
 
 
@@ -214,7 +215,7 @@ def _built(choice: str) -> Optimisee:
 
 def _info(plan: Plan, number: int) -> TaskInfo:
     task = plan.tasks[number]
-    params, _ = _optimisee(plan, number).init(0)
+    params, _ = optimisee_of(plan.tasks, number).init(0)
     said = task.name, task.family, task.split, task.steps, Layout.of(params).size, task.description
     return TaskInfo(*said, hashlib.sha256(json.dumps(_facts(plan, number), sort_keys=True).encode()).hexdigest()[:16])
 
@@ -235,14 +236,16 @@ def step_times(
     for count, (task, number) in enumerate(pairs):
         competitor, planned = plan.suite.competitors[number], plan.tasks[task]
         with cpu_threads(1):
-            made = protocol.entry(competitor, _optimisee(plan, task))
+            made = protocol.entry(competitor, optimisee_of(plan.tasks, task))
             rule = competitor.optimiser if made.rule is None else files.digest(made.rule)
-            versions = run_facts.package_version(competitor) if made.rule is None else {}
+            versions = run_facts.code_of(competitor.optimiser if made.rule is None else made.rule.description)
             facts = [_facts(plan, task), rule, competitor.schedule, planned.steps, plan.suite.seeds]
             facts += [versions] if versions else []
             key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
             if key not in known:
                 report("time steps", count, len(pairs), {})
+                if made.rule is None:
+                    check_baseline(competitor, made.optimisee)
                 counts = (1, plan.suite.seeds)
                 known[key] = [protocol.step_seconds(made, planned.steps, runs) for runs in counts]
                 write_json(path, {"work": work, "seconds": known})

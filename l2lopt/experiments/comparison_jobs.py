@@ -17,12 +17,12 @@ from l2lopt.core.settings import Settings
 from l2lopt.core.types import Report, silent
 from l2lopt.evaluation import comparison
 from l2lopt.evaluation.settings import EvaluationSettings
-from l2lopt.evaluation.tuned_runs import OptimiserRun, Problems, check_heldout, optimiser_run
+from l2lopt.evaluation.tuned_runs import OptimiserRun, Problems, check_baseline, check_heldout, optimiser_run
 from l2lopt.experiments import build, runs, study_labels
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import Config
 from l2lopt.experiments.run_cache import FileCache, file_digest, read_run, write_run
-from l2lopt.experiments.run_facts import FORMAT, package_version, problem_facts, run_facts
+from l2lopt.experiments.run_facts import FORMAT, code_of, problem_facts, run_facts, weights_of
 from l2lopt.optimisers import Optimiser
 from l2lopt.parallel import processes
 from l2lopt.parallel.jobs import fingerprint, slug, unique_labels
@@ -157,7 +157,7 @@ def all_jobs(location: StudyLocation) -> Iterator[Job]:
             given = _fixed_optimiser(study.optimisers[index])
             experiment = build.build(config, meta_training=given is None)
             for baseline in config.evaluation.baselines if index == 0 else ():
-                baseline.check(experiment.optimisee)
+                check_baseline(baseline, experiment.optimisee)
             if index == 0 and comparison.tunes(config.evaluation, any(one.tuned for one in study.optimisers)):
                 check_heldout(experiment.optimisee, f"{location.source}: {problem.label}")
             if (config.evaluation, config.optimisee) != (first.evaluation, first.optimisee):
@@ -226,15 +226,16 @@ def resolve(location: StudyLocation, job: Job) -> ResolvedJob:
     work: dict[str, Any] = {"format": FORMAT, "seed": study.seed, "evaluation": asked}
     if job.meta_seed is None:
         baseline = config.evaluation.baselines[job.optimiser]
-        said = {"baseline": baseline.model_dump(mode="json"), **package_version(baseline)}
+        said = {"baseline": baseline.model_dump(mode="json"), **code_of(baseline.optimiser)}
         return ResolvedJob(config, [home / f"{slug(baseline.name)}.json"], [depends | work | said])
     contender = study.optimisers[job.optimiser]
     folder, given = home / f"{slug(contender.label)}-{job.meta_seed}", _fixed_optimiser(contender)
     if given is None:
-        work["recipe"] = config.model_dump(mode="json", exclude={"evaluation", "label"}) | runs.beginning(config)
+        work["recipe"] = config.model_dump(mode="json", exclude={"evaluation", "label"})
+        work["recipe"] |= weights_of(config.optimiser) | code_of(config.optimiser)
         depends["weights"] = file_digest(folder / "optimiser.safetensors")
     else:
-        depends["rule"] = files.digest(given)
+        depends |= {"rule": files.digest(given), **code_of(given.description)}
     paths, alike = [folder / "free-run.json"], depends | work
     if len(multipliers := _settings_of(location, job).multipliers) > 1:
         paths.append(folder / "free-run-tuned.json")

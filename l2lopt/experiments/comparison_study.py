@@ -114,6 +114,8 @@ def reproduce(
         >>> import l2lopt
         >>> paths = l2lopt.reproduce("digits-mlp", "runs/digits-mlp", jobs=2)  # half an hour  # doctest: +SKIP
     """
+    if jobs < 1:
+        raise UserError("jobs", expected="at least 1", found=str(jobs), remedy="change the value")
     study, path = load(source), study_path(source)
     if isinstance(study, TrainingStudy):
         processes.alone("reproduce")

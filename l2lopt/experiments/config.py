@@ -162,6 +162,8 @@ def load(
         UserError: For a missing file, one that is not TOML, an unknown key or a value of the wrong type.
     """
     where, data = _read(source)
+    if isinstance(changes, str):
+        raise UserError("changes", expected="a list of texts", found=repr(changes), remedy=f"write [{changes!r}]")
     for change in changes:
         _change(data, change, kind)
     toml_file.check(where, data)

@@ -23,7 +23,7 @@ from l2lopt.core.layout import Layout, Params
 from l2lopt.core.registry import Choice
 from l2lopt.core.seeding import generator
 from l2lopt.core.settings import Settings
-from l2lopt.core.types import Aux, Batch
+from l2lopt.core.types import Aux, Batch, detach
 from l2lopt.optimisee import Optimisee, Split
 from l2lopt.optimisers import Optimiser
 from l2lopt.torch_optim.registry import TORCH
@@ -145,22 +145,23 @@ def class_of(choice: Choice) -> type[Optimisee]:
 def describe(optimisee: Optimisee) -> dict[str, Any]:
     """An optimisee as a config's table: its name and what tells it from others.
 
-    Beside the optimisee's own fingerprint that is its class, the number of its parameters and a digest of their names
-    and shapes; a digest of the first batches, which shows the batch size and what is held out; one of the first samples
-    of each evaluation and of how many there are; the norm of the first initial values and the loss there on the first
-    batch, to four digits; and at a point near these values, where no tensor is 0, the loss, the gradient's norm and the
-    loss in test mode, to three digits. These show the model, its initial values and both losses.
+    Beside the optimisee's own fingerprint that is its class, the number of its parameters and a digest of their names,
+    shapes and roles; a digest of the first batches, which shows the batch size, their order and what is held out; one
+    of the first samples of each evaluation and of how many there are; the norm of the first initial values and the loss
+    there on the first batch, to four digits; and at a point near these values, where no tensor is 0, the loss, the
+    gradient's norm, the norm of the loss's own state after a step, and the loss in test mode with it, to three digits.
+    These show the model, its initial values and both losses.
     """
     params, aux = optimisee.init(0)
     layout = Layout.of(params)
-    batch = optimisee.batch("train", 0, 0)
+    batch, second = (optimisee.batch("train", 0, step) for step in range(2))
     loss, _ = optimisee.loss(params, aux, batch)
     return {
         "name": NAME,
         "type": type(optimisee).__name__,
         "parameters": layout.size,
-        "layout": _digest([layout.names, [list(shape) for shape in layout.shapes]]),
-        "batches": _digest([batch, *(_batch(optimisee, split) for split in ("inner", "heldout"))]),
+        "layout": _digest([layout.names, [list(shape) for shape in layout.shapes], sorted(optimisee.roles().items())]),
+        "batches": _digest([batch, second, *(_batch(optimisee, split) for split in ("inner", "heldout"))]),
         "evaluations": _digest([_evaluation(optimisee, split) for split in ("train", "heldout", "test")]),
         "first_norm": f"{sum(float(value.double().square().sum()) for value in params.values()) ** 0.5:.4g}",
         "first_loss": f"{float(loss.detach()):.4g}",
@@ -170,9 +171,10 @@ def describe(optimisee: Optimisee) -> dict[str, Any]:
 
 
 def _nearby(optimisee: Optimisee, layout: Layout, params: Params, aux: Aux, batch: Batch) -> str:
-    """Losses and the gradient's norm at initial values to which a little noise is added.
+    """Losses, the gradient's norm and that of the state after a step, at initial values with a little noise added.
 
-    Where the last layer begins at 0, the first loss is that of any model.
+    Where the last layer begins at 0, the first loss is that of any model. How running statistics follow the batches
+    shows in the state alone.
     """
     source, near = generator("nearby", 0), dict[str, Tensor]()
     for (name, value), fan_in in zip(params.items(), layout.fan_ins, strict=True):
@@ -180,13 +182,19 @@ def _nearby(optimisee: Optimisee, layout: Layout, params: Params, aux: Aux, batc
         near[name] = (value.detach() + noise / 2).requires_grad_()
     if not near:
         return ""
-    found = [optimisee.loss(near, aux, batch)[0]]
+    first, after = optimisee.loss(near, aux, batch)
+    found, after = [first], detach(after)
     grads = torch.autograd.grad(found[0], list(near.values()), materialize_grads=True, allow_unused=True)
-    found.append(torch.stack([value.double().square().sum() for value in grads]).sum().sqrt())
+    norms = [
+        torch.stack([value.double().square().sum() for value in values]).sum().sqrt()
+        for values in (grads, [value for value in after.values() if value.is_floating_point()])
+        if values
+    ]
+    found += norms
     with torch.no_grad():
         for split in ("train", "test"):
             try:
-                found.append(optimisee.evaluate(near, aux, next(iter(optimisee.evaluation_batches(split, 0)))[0]))
+                found.append(optimisee.evaluate(near, after, next(iter(optimisee.evaluation_batches(split, 0)))[0]))
             except UserError:  # no samples
                 continue
             break

@@ -163,8 +163,8 @@ def _check_factory(model: Any) -> None:
     if {id(value) for value in first.parameters()} & {id(value) for value in second.parameters()}:
         remedy = "make the layers inside the function"
         raise UserError("model", expected=expected, found="the same parameters twice", remedy=remedy)
-    pairs = zip(first.parameters(), second.parameters(), strict=True)
-    if not all(_same(one.detach(), other.detach()) for one, other in pairs):
+    one, other = list(first.parameters()), list(second.parameters())
+    if len(one) != len(other) or not all(map(_same, one, other)):
         remedy = "draw them from PyTorch's global generator, as the layers of torch.nn do"
         found = "others under the same seed"
         raise UserError("model", expected="initial values that follow from the seed", found=found, remedy=remedy)

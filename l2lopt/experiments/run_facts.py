@@ -6,6 +6,7 @@ Runs are equal up to rounding where these facts are: the number of threads and t
 import ast
 import hashlib
 import importlib.util
+import sys
 from functools import cache
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
@@ -19,6 +20,8 @@ from l2lopt.optimisers import Optimiser
 from l2lopt.parallel.jobs import fingerprint
 from l2lopt.weights import files
 
+MAIN = "__main__"
+"""The module of a script that is running."""
 FORMAT = 3
 """Number of what a free run is: raised when runs of equal settings become others, so that old ones are made anew."""
 
@@ -53,11 +56,11 @@ def run_facts(problem: dict[str, Any], optimiser: Optimiser | Baseline) -> dict[
     """
     facts = fingerprint(format=FORMAT, **problem)
     if isinstance(optimiser, Optimiser):
-        return facts | {"rule": files.digest(optimiser)}
+        return facts | {"rule": files.digest(optimiser), **code_of(optimiser.description)}
     return facts | {
         "optimiser": _shortest(optimiser.optimiser),
         "schedule": optimiser.schedule,
-        **package_version(optimiser),
+        **code_of(optimiser.optimiser),
     }
 
 
@@ -67,17 +70,27 @@ def package_of(baseline: Baseline) -> str | None:
     return module.partition(".")[0] if colon else None
 
 
-def package_version(baseline: Baseline) -> dict[str, str]:
-    """The releases that an optimiser's classes come from; nothing for our own and torch's.
+def code_of(choice: Any) -> dict[str, str]:
+    """The releases of all that is named as "module:attribute" in a choice; nothing for our own names and for torch's.
 
     Code that may change without a release, as it is not among the installed packages, has a digest as well.
+
+    Args:
+        choice: Choice of an optimiser, or a rule's description.
     """
     found: dict[str, str] = {}
-    for module in _modules(baseline.optimiser):
+    for module in _modules(choice):
         package = module.partition(".")[0]
         if package != "torch":
             found |= {**_versions(package), **_source(package)}
     return found
+
+
+def weights_of(choice: Choice) -> dict[str, str]:
+    """The digest of the weights that an optimiser is loaded from; nothing for another optimiser."""
+    if isinstance(choice, str) or "weights" not in choice:
+        return {}
+    return {"weights": hashlib.sha256(files.find(choice["weights"]).read_bytes()).hexdigest()}
 
 
 def _modules(choice: Any) -> list[str]:
@@ -98,11 +111,8 @@ def _versions(package: str) -> dict[str, str]:
 
 def _source(package: str) -> dict[str, str]:
     """The digest of the files of a package or module of one's own, and of the modules beside it that it imports."""
-    found = importlib.util.find_spec(package)
-    if found is None or found.origin is None or not Path(found.origin).is_file():
-        return {}
-    first = Path(found.origin)
-    if {"site-packages", "dist-packages"} & {*first.parts}:
+    first = _file_of(package)
+    if first is None or {"site-packages", "dist-packages"} & {*first.parts}:
         return {}
     home, files = first.parent.parent if first.name == "__init__.py" else first.parent, dict[Path, bytes]()
     waiting = [first.parent if first.name == "__init__.py" else first]
@@ -121,6 +131,16 @@ def _source(package: str) -> dict[str, str]:
     for path, content in sorted(files.items()):
         digest.update(f"{path.relative_to(home).as_posix()} {len(content)}".encode() + content)
     return {f"source of {package}": digest.hexdigest()}
+
+
+def _file_of(package: str) -> Path | None:
+    """The file of a package or module; None where there is none."""
+    if package == MAIN:  # which has no spec where it is a script
+        origin = getattr(sys.modules[MAIN], "__file__", None)
+    else:
+        found = importlib.util.find_spec(package)
+        origin = None if found is None else found.origin
+    return Path(origin).resolve() if origin is not None and Path(origin).is_file() else None
 
 
 def _imported(source: bytes) -> set[str]:

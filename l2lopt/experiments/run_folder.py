@@ -29,10 +29,14 @@ from l2lopt.storage import run_lock, tensor_file
 from l2lopt.storage.run_log import TEMPORARY, existing, write_json, written_whole
 from l2lopt.weights.files import header
 
+CHECKPOINT = "checkpoint.safetensors"
+"""File from which a run goes on."""
+_RESULTS = ("optimiser.safetensors", MODEL)
+"""Files that a run leaves when it has ended."""
 _FILES = (
     "config.toml",
     "metrics.jsonl",
-    "checkpoint.safetensors",
+    CHECKPOINT,
     "optimiser.safetensors",
     "evaluation.csv",
     "evaluation.json",
@@ -71,13 +75,16 @@ def claimed(run: str | Path, overwrite: bool, resume: bool, artefacts: Sequence[
     Args:
         run: Folder of the run.
         overwrite: Whether an earlier run's files are removed.
-        resume: Whether an earlier run goes on, so that its files stay.
+        resume: Whether an earlier run goes on, so that its files stay; a run that has no checkpoint yet begins.
         artefacts: Patterns of further files that such a run leaves, beside those of registered optimisees.
 
     Raises:
         UserError: For a folder in which another process works, a file, a folder that cannot be written in, files that
-            no run has left, and an earlier run where neither `overwrite` nor `resume` is given.
+            no run has left, an earlier run where neither `overwrite` nor `resume` is given, and a finished run without
+            its checkpoint, which `resume` would begin anew.
     """
+    if overwrite and resume:
+        raise UserError("overwrite", expected="no resume beside it", found="both", remedy="choose one of them")
     folder = Path(run)
     # Not `Path.exists`, which raises for a name that no file can have; the lock says what is wrong with that.
     if os.path.exists(folder) and not os.path.isdir(folder):
@@ -100,6 +107,11 @@ def _cleared(folder: Path, overwrite: bool, resume: bool, artefacts: Sequence[st
             patterns = {*_FILES, *optimisees.artefact_files(), *artefacts}
             for path in list(chain.from_iterable(map(folder.glob, sorted(patterns)))):
                 path.unlink(missing_ok=True)
+        if resume and not (folder / CHECKPOINT).is_file():
+            finished = next((name for name in _RESULTS if (folder / name).is_file()), None)
+            if finished is not None:
+                remedy = f"put it back, or remove {finished} as well to begin anew"
+                raise UserError(str(folder), expected=CHECKPOINT, found="a finished run without it", remedy=remedy)
         for path in folder.glob(TEMPORARY):  # each as large as the file that a killed run was writing
             path.unlink(missing_ok=True)
     except OSError as error:

@@ -1,6 +1,5 @@
 """Whole experiments in a run's folder: what the command line does, for scripts."""
 
-import hashlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,9 @@ from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import Config, TrainConfig, meta_training_config, training_config
 from l2lopt.experiments.controls import leave_controls
 from l2lopt.experiments.run_cache import FileCache, contestant_caches
+from l2lopt.experiments.run_facts import code_of, own_facts, weights_of
 from l2lopt.experiments.run_folder import (
+    CHECKPOINT,
     claimed,
     draw_evaluation,
     draw_meta_training,
@@ -93,7 +94,7 @@ def meta_train(
         settings = experiment.config
         claim = claimed(run, overwrite, resume, experiment.optimisee.artefact_files)
         folder = processes.on_first(lambda: held.enter_context(claim))
-        checkpoint = CheckpointFile(folder / "checkpoint.safetensors", _work(experiment))
+        checkpoint = CheckpointFile(folder / CHECKPOINT, _work(experiment))
         position = _log_position(checkpoint)  # refused before anything is written
         processes.on_first(lambda: write_text(folder / "config.toml", configs.dump(settings)))
         recording = nullcontext(NoRecords()) if processes.rank() else closing(Records(folder, *position))
@@ -255,8 +256,9 @@ def train(
 def _train(built: build.Training, folder: Path, report: Report) -> Trained:
     """Trains in a folder that is claimed."""
     settings = built.config
-    work = settings.model_dump(mode="json", exclude={"label"}) | {"weights": _digest(settings.optimiser)}
-    checkpoint = CheckpointFile(folder / "checkpoint.safetensors", work | built.optimisee.fingerprint())
+    work = settings.model_dump(mode="json", exclude={"label"}) | {"weights": None} | weights_of(settings.optimiser)
+    own = own_facts(settings.optimisee, built.optimisee) | code_of(settings.optimiser)
+    checkpoint = CheckpointFile(folder / CHECKPOINT, work | built.optimisee.fingerprint() | own)
     kept = checkpoint.load()
     write_text(folder / "config.toml", configs.dump(settings))
     if summary := built.optimisee.summary():
@@ -374,27 +376,16 @@ def _work(experiment: build.Experiment) -> dict[str, Any]:
     """What meta-training depends on: the config but for the comparison, the data of its problems, and the weights."""
     config = experiment.config
     work = config.model_dump(mode="json", exclude={"evaluation", "label"})
-    for number, optimisee in enumerate(experiment.optimisees):
-        work |= {f"{number}.{name}": value for name, value in optimisee.fingerprint().items()}
+    choices = config.trained_on or [config.optimisee, *config.mixed_with]
+    for number, (choice, optimisee) in enumerate(zip(choices, experiment.optimisees, strict=True)):
+        facts = optimisee.fingerprint() | own_facts(choice, optimisee)
+        work |= {f"{number}.{name}": value for name, value in facts.items()}
     for number, optimisee in enumerate(experiment.validated_on if config.validation.on else ()):
         work |= {f"validation.{number}.{name}": value for name, value in optimisee.fingerprint().items()}
-    return work | beginning(config)
+    return work | weights_of(config.optimiser) | code_of(config.optimiser)
 
 
 def _alone(config: Config) -> Config:
     """A config with the problem that optimisers are compared on and no other."""
     validation = config.validation.model_copy(update={"on": None})
     return config.model_copy(update={"mixed_with": [], "trained_on": None, "validation": validation})
-
-
-def beginning(config: Config) -> dict[str, str]:
-    """The digest of the weights that a meta-training goes on from; nothing where it begins with initial values."""
-    digest = _digest(config.optimiser)
-    return {} if digest is None else {"weights": digest}
-
-
-def _digest(optimiser: Choice) -> str | None:
-    """The digest of the weights that an optimiser is loaded from; None for another optimiser."""
-    if isinstance(optimiser, str) or "weights" not in optimiser:
-        return None
-    return hashlib.sha256(weights.find(optimiser["weights"]).read_bytes()).hexdigest()

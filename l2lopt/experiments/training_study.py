@@ -19,7 +19,7 @@ from l2lopt.core.types import Report
 from l2lopt.experiments import build, runs, study_labels
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import TrainConfig
-from l2lopt.experiments.run_facts import own_facts
+from l2lopt.experiments.run_facts import code_of, own_facts
 from l2lopt.experiments.run_folder import writable
 from l2lopt.optimisee import Optimisee
 from l2lopt.parallel.jobs import fingerprint, format_range, load_result, run_jobs, slug, unique_labels
@@ -216,7 +216,8 @@ def _make(references: References, job: _Job, report: Report) -> Result:
     """Loads the cached result of a job, or computes and stores it."""
     optimisee, path = build.build_training(job.config).optimisee, job.folder / "found.json"
     recipe = job.config.model_dump(mode="json", exclude={"label"})
-    problem = {**optimisee.fingerprint(), **own_facts(job.config.optimisee, optimisee)}
+    own = own_facts(job.config.optimisee, optimisee) | code_of(job.config.optimiser)
+    problem = {**optimisee.fingerprint(), **own}
     work = fingerprint(recipe=recipe, **references.depends_on(job.kind), **problem)
     known = load_result(path, work)
     if known is None or not _readable(references, job.kind, known):

@@ -128,7 +128,7 @@ def loss_panels(panels: Sequence[LossPanel], folder: Path, name: str) -> Drawn:
             low, high, linear = limits(panel)
             for index, curve in enumerate(panel.curves):
                 _draw_curve(axes, curve, index, linear)
-            last = max(float(curve.steps[-1]) for curve in panel.curves)
+            last = max((float(curve.steps[-1]) for curve in panel.curves), default=1.0)
             axes.set(yscale="linear" if linear else "log", ylim=(low, high), xlabel="step")
             even_steps(axes, last) if linear else log_steps(axes, last)
             if not linear:

@@ -3,9 +3,10 @@
 import math
 import tomllib
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
+import numpy as np
 import tomli_w
 
 from l2lopt.core.errors import UserError
@@ -73,8 +74,8 @@ def check(where: str, table: Any, path: str = "", depth: int = 0) -> None:
         depth: Number of tables and lists around them.
 
     Raises:
-        UserError: For a number that is not finite, a text that is not Unicode, a key or `name` that is no text, and
-            for too many tables or lists in one another.
+        UserError: For a number that is not finite, a text that is not Unicode, a key or `name` that is no text, a
+            number of NumPy or a path in place of a plain one, and for too many tables or lists in one another.
     """
     where_ = f"{where}: {path}" if path else where
     if depth > DEEPEST:
@@ -84,6 +85,9 @@ def check(where: str, table: Any, path: str = "", depth: int = 0) -> None:
         raise UserError(where_, expected="a finite number", found=str(table), remedy="change the value")
     if isinstance(table, str) and any("\ud800" <= c <= "\udfff" for c in table):
         raise UserError(where_, expected="a text in UTF-8", found=ascii(table), remedy="change the value")
+    if isinstance(table, np.generic | PurePath):
+        remedy = f"write {'str' if isinstance(table, PurePath) else type(table.item()).__name__}(…)"
+        raise UserError(where_, expected="a plain value", found=repr(table), remedy=remedy)
     if isinstance(table, Mapping):
         for key, item in table.items():
             if not isinstance(key, str):

@@ -13,6 +13,7 @@ from l2lopt.core.layout import Params
 from l2lopt.core.seeding import seed_of, seeded
 from l2lopt.core.types import Aux, Batch, Report, detach, silent
 from l2lopt.optimisee import Optimisee, StepInfo, evaluate_split
+from l2lopt.optimisers.closures import closure_of
 from l2lopt.optimisers.schedules import set_mode, set_rates
 from l2lopt.storage.checkpoint import Checkpoint, NoCheckpoint, fitting, pack, restoring, unpack
 from l2lopt.storage.run_log import NoRecords, Recorder
@@ -278,13 +279,8 @@ class _Training:
         factor = self.settings.multiplier(self.steps_made, self.steps) * facts.rate
         rates = [rate * factor for rate in self.rates]
         set_rates(self.optimizer, rates)
-        first = [loss]
-
-        def closure() -> Tensor:
-            """The loss, which the first call need not evaluate again: its gradients are there already."""
-            return first.pop() if first else evaluate()[0]
-
         if loss.isfinite():
+            closure = closure_of(self.optimizer, self.params.values(), loss, lambda: evaluate()[0])
             with seeded(seed_of("torch-optim", self.seed, self.steps_made)):  # for optimisers that draw from it
                 self.optimizer.step(closure)  # type: ignore[arg-type]  # torch.optim calls a loss a float
             self.aux = aux

@@ -348,3 +348,46 @@ def test_reported_problems_are_those_of_every_other_optimiser(mlp):
         expected = sum(loss * count for loss, count in parts) / sum(count for _, count in parts)
         assert starts["mine", index] == pytest.approx(expected, rel=1e-12)
         assert starts["torch.optim:Rprop", index] == pytest.approx(expected, rel=1e-12)
+
+
+class Sharp(torch.optim.SGD):
+    """Sharpness-aware minimisation (Foret et al. 2021), as it is usually written: the closure comes after a move."""
+
+    @torch.no_grad()
+    def step(self, closure):
+        params = [p for group in self.param_groups for p in group["params"]]
+        moves = [0.05 * p.grad / p.grad.norm() for p in params]
+        torch._foreach_add_(params, moves)
+        self.zero_grad()
+        with torch.enable_grad():
+            closure()
+        torch._foreach_sub_(params, moves)
+        super().step()
+
+
+@pytest.mark.parametrize("clears", [True, False])
+def test_a_class_that_moves_first_gets_the_loss_where_it_asks_for_it(quadratic, clears, monkeypatch):
+    if not clears:  # the old gradients would do for a step, and are the wrong ones
+        monkeypatch.setattr(Sharp, "zero_grad", lambda self: None)
+    run = run_free(lambda named: Sharp([value for _, value in named], lr=0.01), quadratic, [3], [0, 5])
+    alone = torch.nn.Parameter(quadratic.init(3)[0]["theta"].clone())
+    for step in range(5):
+        batch = quadratic.batch("train", 3, step)
+
+        def gradient(at, batch=batch):
+            at = at.detach().clone().requires_grad_()
+            return torch.autograd.grad(quadratic.loss({"theta": at}, {}, batch)[0], at)[0]
+
+        first = gradient(alone)
+        alone.data -= 0.01 * gradient(alone + 0.05 * first / first.norm())
+    batch, _ = next(iter(quadratic.evaluation_batches("train", 3)))
+    expected = quadratic.evaluate({"theta": alone.detach()}, {}, batch)
+    assert float(run.losses["train"][1, 0]) == pytest.approx(float(expected), rel=1e-10)
+
+
+def test_a_class_that_cannot_step_is_refused_before_any_run(quadratic, monkeypatch):
+    monkeypatch.setattr(comparison, "optimiser_run", None)
+    refused = Baseline(optimiser="torch.optim:SparseAdam", rates=[0.1])
+    message = "optimiser 'torch.optim:SparseAdam': expected one that can step, found SparseAdam does not support dense"
+    with pytest.raises(UserError, match=message):
+        comparison.evaluate({}, quadratic, settings(refused))

@@ -2,8 +2,11 @@
 
 import json
 import logging
+import sys
+import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -163,14 +166,15 @@ def test_own_tasks_and_optimisers(tmp_path):
         l2lopt.benchmark(tasks={"mine": own}, folder=tmp_path / "own", jobs=2)
 
 
-@pytest.mark.parametrize("suite", ["smoke", Path("smoke")])  # as Python's default and as the command line's
-def test_tasks_of_ones_own_are_in_no_suite_where_none_is_named(tmp_path, monkeypatch, suite):
+@pytest.mark.parametrize(("suite", "name"), [(None, benchmarks.OWN), ("smoke", "smoke"), (Path("smoke"), "smoke")])
+def test_competitors_for_tasks_of_ones_own_are_those_of_the_suite_that_is_named(tmp_path, monkeypatch, suite, name):
     plans = []
     monkeypatch.setattr(benchmark_jobs, "make_runs", lambda plan, *_: plans.append(plan) or ([], [], {}))
     l2lopt.benchmark(suite, tmp_path / "run", tasks={"quadratic": "quadratic"})
-    expected = benchmarks.load_suite(benchmarks.OWN)[1]
+    expected = benchmarks.load_suite(name)[1]
     assert {one.name for one in plans[0].suite.competitors} <= {one.name for one in expected.competitors}
-    assert plans[0].suite.seeds == expected.seeds != benchmarks.load_suite("smoke")[1].seeds
+    assert plans[0].suite.seeds == expected.seeds
+    assert len({benchmarks.load_suite(one)[1].seeds for one in (benchmarks.OWN, "smoke")}) == 2
 
 
 def test_what_has_no_league_here_is_left_out_with_a_line(tmp_path, caplog):
@@ -200,11 +204,48 @@ QUADRATIC = {"q": {"name": "quadratic", "size": 3}}
         ({"tasks": {}}, "tasks: expected at least one"),
         ({"steps": 0}, "steps: expected at least 1, found 0"),
         ({"jobs": 0}, "jobs: expected at least 1, found 0"),
+        (
+            {"tasks": {"q": {"name": "quadratic", "size": np.int64(3)}}},
+            r"task 'q': size: expected a plain value, found .*; write int\(…\)",
+        ),
+        (
+            {"optimisers": {"sparse": {"optimiser": "torch.optim:SparseAdam", "rates": [0.1]}}},
+            "optimiser 'sparse': expected one that can step, found SparseAdam does not support dense",
+        ),
     ],
 )
 def test_arguments_that_make_no_benchmark_are_refused(tmp_path, given, message):
     with pytest.raises(UserError, match=message):
         l2lopt.benchmark(**{"tasks": QUADRATIC, "folder": tmp_path / "run", **given})
+
+
+def test_a_task_without_held_out_samples_is_refused_where_rates_are_chosen(tmp_path, made):
+    samples = torch.ones(20, 4), torch.zeros(20).long()
+    task = l2lopt.make_optimisee(lambda: torch.nn.Linear(4, 2), torch.nn.functional.cross_entropy, samples, heldout=0.0)
+    own = {"tasks": {**QUADRATIC, "own": task}, "folder": tmp_path / "run", "steps": 2, "changes": ["seeds=1"]}
+    with pytest.raises(UserError, match="task 'own': expected held-out samples to choose rates on, found none"):
+        l2lopt.benchmark(optimisers={"sgd": {"optimiser": "sgd", "rates": [0.1, 1.0]}}, **own)
+    assert not made
+    single = {"optimiser": "sgd", "rates": [0.1], "untuned": 0.1, "leagues": ["untuned"]}
+    assert len(l2lopt.benchmark(optimisers={"sgd": single}, **own).runs) == 2
+
+
+def test_a_script_may_name_its_own_class(tmp_path, monkeypatch):
+    """Its code is in the keys of the runs, as that of a module is."""
+    keys = []
+    for factor in (1, 2):
+        script = tmp_path / "script.py"
+        script.write_text(f"FACTOR = {factor}")
+        main = types.ModuleType("__main__")
+        main.__file__, main.Mine = str(script), type("Mine", (torch.optim.SGD,), {})
+        monkeypatch.setitem(sys.modules, "__main__", main)
+        mine = {"optimiser": "__main__:Mine", "rates": [0.1], "untuned": 0.1, "leagues": ["untuned"]}
+        given = {"optimisers": {"mine": mine}, "cache": tmp_path / "cache", "changes": ["seeds=1"]}
+        assert l2lopt.benchmark(tasks=QUADRATIC, folder=tmp_path / "run", steps=2, **given).runs
+        keys.append({path.name for path in (tmp_path / "cache").glob("*.json")})
+    assert keys[0] < keys[1]
+    del main.__file__  # as at a prompt
+    assert benchmark_jobs.run_facts.code_of("__main__:Mine") == {}
 
 
 def test_half_precision_is_refused_before_any_run(tmp_path):

@@ -19,6 +19,9 @@ import l2lopt
 from l2lopt import optimisers
 from l2lopt.core.errors import UserError
 from l2lopt.core.layout import Layout
+from l2lopt.evaluation.comparison import Comparison, Evaluation, Row
+from l2lopt.evaluation.evaluation_board import write_evaluation_board
+from l2lopt.evaluation.settings import SPLITS
 from l2lopt.experiments import build, runs
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.run_folder import claimed
@@ -120,6 +123,17 @@ def test_tensorboard_gets_the_evaluation(run):
     assert shared.Tags()["images"] == ["loss-curves"]
     (told,) = shared.Tensors("test loss/text_summary")[0].tensor_proto.string_val
     assert b"| adamw |" in told
+
+
+def test_tensorboard_takes_losses_of_both_infinities(tmp_path):
+    rows = [Row("a", "baseline", seed, step, "test", loss) for step in (0, 1) for seed, loss in enumerate([1.0, 3.0])]
+    rows[2:] = [row._replace(loss=loss) for row, loss in zip(rows[2:], (math.inf, -math.inf), strict=True)]
+    lines = [
+        Comparison("a", "baseline", 1, split, math.inf, *[math.nan] * 2, "", *[math.nan] * 3, 2) for split in SPLITS
+    ]
+    write_evaluation_board(Evaluation(rows, lines), tmp_path)
+    found = EventAccumulator(str(tmp_path / "00-a")).Reload()
+    assert [event.value for event in found.Scalars("loss/test")][:1] == [2.0]
 
 
 def test_the_figure_is_told_the_baselines_proper_names(run):

@@ -1,6 +1,7 @@
 """An application of the user's, in a module that no file of this project knows: it trains, samples, and is studied."""
 
 import ast
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ import torch
 
 from l2lopt.core.references import Column, Reference, References
 from l2lopt.optimisee import Optimisee
+from l2lopt.optimisers import SGD
 from l2lopt.storage.run_log import write_json
 
 
@@ -83,6 +85,10 @@ def made(samples: int = 8, device: str = "cpu") -> Writing:
 
 def nothing(device: str = "cpu"):
     return 3
+
+
+def descent(lr: float) -> SGD:
+    return SGD(lr)
 '''
 
 
@@ -245,3 +251,32 @@ def test_no_module_of_the_library_knows_an_application():
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "optimisees":
                 assert (node.module, path.parent.name) == ("optimisees", "experiments"), path
                 assert {alias.name for alias in node.names} <= allowed, path
+
+
+def _changed(tmp_path, old, new):
+    """The module with other code, as after an edit and in a new process."""
+    (tmp_path / "my_line.py").write_text(LINE.replace(old, new))
+    sys.modules.pop("my_line", None)
+    importlib.invalidate_caches()
+
+
+def test_a_study_whose_optimisers_code_has_changed_is_not_read_from_its_files(tmp_path):
+    own = {**config("Line"), "optimiser": {"name": "my_line:descent", "lr": 0.02}}
+    (tmp_path / "own.toml").write_text(tomli_w.dumps(own))
+    (tmp_path / "study.toml").write_text(tomli_w.dumps({"runs": [{"label": "a", "config": "own.toml"}], "seeds": [0]}))
+    (table, _), found = comparison_study.reproduce(tmp_path / "study.toml", tmp_path / "run"), []
+    found.append(table.read_text())
+    _changed(tmp_path, "SGD(lr)", "SGD(3 * lr)")
+    with pytest.raises(l2lopt.UserError, match=r"source of my_line = \S+, found source of my_line = \S+; put it back"):
+        comparison_study.reproduce(tmp_path / "study.toml", tmp_path / "run")
+    (table, _) = comparison_study.reproduce(tmp_path / "study.toml", tmp_path / "again")
+    assert found != [table.read_text()]
+
+
+def test_a_meta_training_goes_on_with_the_problem_that_it_was_begun_with(tmp_path):
+    settings = {"optimisee": "my_line:Line", "unroll": {"length": 2}, "meta": {"updates": 1}}
+    settings |= {"validation": {"seeds": 1, "horizons": [2]}}
+    run = l2lopt.meta_train(settings, tmp_path / "run")
+    _changed(tmp_path, "3 * x", "4 * x")
+    with pytest.raises(l2lopt.UserError, match=r"0\.described\.batches = \S+, "):
+        l2lopt.meta_train(settings, run, resume=True)

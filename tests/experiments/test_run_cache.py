@@ -12,6 +12,8 @@ from torch import nn
 
 import l2lopt
 import optimisees
+from l2lopt import optimisers
+from l2lopt.core.kinds import Role
 from l2lopt.evaluation.free_runs import Curves
 from l2lopt.evaluation.settings import Baseline, EvaluationSettings
 from l2lopt.evaluation.tuned_runs import OptimiserRun, Problems, TunedRun, optimiser_run
@@ -134,9 +136,13 @@ def test_runs_of_an_installed_class_depend_on_its_release(monkeypatch):
 MODULE = """
 import torch
 import optimisees
+from l2lopt.cells.lstm import LSTM
 import beside_it
 
 class Halved(torch.optim.SGD):
+    pass
+
+class Cell(LSTM):
     pass
 
 def problem(device="cpu"):
@@ -168,23 +174,24 @@ def test_runs_of_a_module_of_ones_own_depend_on_what_it_makes(tmp_path, monkeypa
             for choice in ("of_my_own:problem", {"name": "augmented", "optimisee": "of_my_own:problem"})
         ]
         classes = [run_facts.run_facts({}, Baseline(optimiser=choice, rates=[0.1])) for choice in CHOICES]
+        classes.append(run_facts.run_facts({}, optimisers.make("coordinatewise", cell="of_my_own:Cell")))
         found.append((problems, classes))
     for name in ("of_my_own", "beside_it"):
         sys.modules.pop(name)
     (problems, classes), (other_problems, other_classes) = found
     assert [one != other for one, other in zip(problems, other_problems, strict=True)] == [changed == "of_my_own"] * 2
-    assert [one != other for one, other in zip(classes, other_classes, strict=True)] == [changed != "neither"] * 3
+    assert [one != other for one, other in zip(classes, other_classes, strict=True)] == [changed != "neither"] * 4
     named = {"name": "mlp", "hidden": [2]}
     assert "described" not in run_facts.problem_facts(named, optimisees.build(named))
 
 
-def zero_headed(activation, criterion=nn.functional.cross_entropy, measured=1.0):
+def zero_headed(activation, criterion=nn.functional.cross_entropy, measured=1.0, momentum=0.1):
     """A problem whose first loss is that of any model."""
 
     def model():
-        made = nn.Sequential(nn.Linear(4, 8), activation(), nn.Linear(8, 3))
-        nn.init.zeros_(made[2].weight)
-        nn.init.zeros_(made[2].bias)
+        made = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8, momentum=momentum), activation(), nn.Linear(8, 3))
+        nn.init.zeros_(made[3].weight)
+        nn.init.zeros_(made[3].bias)
         return made
 
     inputs = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
@@ -200,7 +207,13 @@ def test_problems_alike_at_their_first_values_are_told_apart():
         zero_headed(nn.ReLU),
         zero_headed(nn.Tanh, partial(nn.functional.cross_entropy, label_smoothing=0.1)),
         zero_headed(nn.Tanh, measured=5.0),
+        zero_headed(nn.Tanh, momentum=0.01),
+        zero_headed(nn.Tanh),
+        zero_headed(nn.Tanh),
     ]
+    made[-2].roles = lambda: {"0.weight": Role("head")}
+    first = made[-1].batch
+    made[-1].batch = lambda split, seed, step: first(split, seed, 2 * step)  # equal at step 0
     described = [from_python.describe(task) for task in made]
     assert len({one["first_loss"] for one in described}) == 1
     assert len({repr(one) for one in described}) == len(made)

@@ -217,8 +217,8 @@ def test_a_run_of_another_release_of_a_package_is_made_anew(tmp_path, monkeypatc
     config = {**CONFIG, "evaluation": {**CONFIG["evaluation"], "baselines": [baseline]}}
     source = written(tmp_path, SECOND, config)
     comparison_study.reproduce(source, tmp_path / "run")
-    calls = interrupted(monkeypatch, comparison_jobs, "write_run", 99)
-    monkeypatch.setattr(comparison_jobs, "package_version", lambda _: {"version of torch": "0.0.1"})
+    calls, news = interrupted(monkeypatch, comparison_jobs, "write_run", 99), {"version of torch": "0.0.1"}
+    monkeypatch.setattr(comparison_jobs, "code_of", lambda choice: news if choice == baseline["optimiser"] else {})
     comparison_study.reproduce(source, tmp_path / "run")
     assert len(calls) == 1  # the baseline; the rules are of this library
 

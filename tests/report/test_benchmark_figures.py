@@ -157,6 +157,14 @@ def test_a_sheet_says_what_its_bands_are_and_starts_at_step_0(tmp_path, monkeypa
         pyplot.close(figure)
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_task_without_runs_has_an_empty_panel(tmp_path):
+    """As where an earlier result, whose runs stand beside, has fewer tasks."""
+    curve = Curve("a", LINE, np.array([0, 1, 100]), np.array([[2.0], [1.0], [0.5]]), 0)
+    drawn = figures.loss_panels([LossPanel("one", [curve], 2.0), LossPanel("none", [], np.inf)], tmp_path, "name")
+    assert len(drawn.boxes) == 2
+
+
 @pytest.fixture(scope="module")
 def sheet(tmp_path_factory):
     """Two panels whose curves share a marker, which Matplotlib then defines in the first panel alone."""

@@ -1,5 +1,6 @@
 """A run that is killed and resumed ends as one that was not, to the byte."""
 
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -68,6 +69,21 @@ def test_a_finished_run_resumed_stays_as_it_is(whole):
     before = files(whole)
     l2lopt.meta_train(RECIPE, whole, changes=LONGER, resume=True)
     assert files(whole) == before
+
+
+def test_a_finished_run_without_its_checkpoint_is_not_begun_anew(whole, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    (run / "checkpoint.safetensors").unlink()
+    before = files(run)
+    with pytest.raises(UserError, match=r"expected checkpoint\.safetensors, found a finished run without it; put it"):
+        l2lopt.meta_train(RECIPE, run, changes=[*LONGER, "seed=5"], resume=True)
+    assert files(run) == before
+    with pytest.raises(UserError, match="overwrite: expected no resume beside it, found both"):
+        l2lopt.meta_train(RECIPE, run, changes=LONGER, resume=True, overwrite=True)
+    (run / "optimiser.safetensors").unlink()
+    l2lopt.meta_train(RECIPE, run, changes=LONGER, resume=True)
+    assert files(run) == before
 
 
 def test_sparse_checkpoints_resume_as_well(tmp_path):

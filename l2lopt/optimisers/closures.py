@@ -1,0 +1,57 @@
+"""Closures for `torch.optim.Optimizer.step` that do not compute a loss again which was just computed."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+def closure_of(
+    optimizer: Optimizer, params: Iterable[Tensor], loss: Tensor, evaluate: Callable[[], Tensor]
+) -> Callable[[], Tensor]:
+    """A closure whose first call gives `loss` and leaves the gradients as they are, where nothing has changed since.
+
+    The classes of `torch.optim` and ours ask for the loss before they move anything. Others may not, such as those of
+    sharpness-aware minimisation: theirs gets the loss where they ask for it. To tell, parameters and gradients are
+    copied and compared, which takes the time and memory of a few copies.
+
+    Args:
+        optimizer: Optimiser whose step gets the closure.
+        params: Parameters with the gradients of `loss`.
+        loss: Loss at these parameters.
+        evaluate: Function that computes the loss and the gradients where the parameters are now.
+
+    Example:
+        >>> import torch
+        >>> from l2lopt.optimisers.closures import closure_of
+        >>> weight = torch.ones(1, requires_grad=True)
+        >>> weight.sum().backward()
+        >>> closure = closure_of(torch.optim.SGD([weight], lr=0.1), [weight], weight.sum(), lambda: 2 * weight.sum())
+        >>> closure().item(), closure().item()
+        (1.0, 2.0)
+    """
+    ready, params = [loss], list(params)
+    asks_first = type(optimizer).__module__.startswith(("torch.optim.", "l2lopt."))
+    before = [] if asks_first else [(param.detach().clone(), _copy(param.grad)) for param in params]
+
+    def closure() -> Tensor:
+        if ready:
+            first = ready.pop()
+            pairs = zip(params, before, strict=True)
+            if asks_first or all(_same(param, old) and _same(param.grad, grad) for param, (old, grad) in pairs):
+                return first
+        return evaluate()
+
+    return closure
+
+
+def _copy(grad: Tensor | None) -> Tensor | None:
+    return None if grad is None else grad.clone()
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two dense tensors, or their absence, are equal; sparse ones count as changed."""
+    if one is None or other is None:
+        return one is other
+    return one.layout == other.layout == torch.strided and torch.equal(one, other)
