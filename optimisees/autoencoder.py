@@ -7,12 +7,14 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from l2lopt.core.choices import checks_words
 from l2lopt.core.errors import UserError
 from optimisees.classifiers.layers import Activation, Initialisation, Norm, perceptron
 from optimisees.classifiers.sources import source
 from optimisees.module import ModuleOptimisee
 
 
+@checks_words
 def autoencoder(
     hidden: Sequence[int] = (64, 16),
     activation: Activation = "relu",

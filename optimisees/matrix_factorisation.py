@@ -5,6 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from l2lopt.core.choices import checks_words
 from l2lopt.core.errors import UserError, above_0, at_least_0
 from l2lopt.core.seeding import generator
 from optimisees.data.datasets import InMemory
@@ -33,6 +34,7 @@ class Factors(nn.Module):
         return (left * nn.functional.embedding(places[..., 1], self.right)).sum(-1)
 
 
+@checks_words
 def matrix_factorisation(
     rows: int = 60,
     columns: int = 40,

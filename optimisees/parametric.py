@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from l2lopt.core.choices import checks_words
 from l2lopt.core.errors import UserError, did_you_mean
 from l2lopt.core.seeding import generator
 from optimisees.classifiers.convnet import convnet
@@ -120,6 +121,7 @@ def options(family: str, draw: int, datasets: Sequence[str] = tuple(DATASETS)) -
     return _language(draws, draw) if family == "parametric-language" else _FAMILIES[family](draws, datasets)
 
 
+@checks_words
 def parametric_mlp(
     draw: int = 0,
     datasets: Sequence[str] = tuple(DATASETS),
@@ -151,6 +153,7 @@ def parametric_mlp(
     return mlp(**drawn, evaluation_samples=evaluation_samples, heldout=heldout, **where)
 
 
+@checks_words
 def parametric_convnet(
     draw: int = 0,
     datasets: Sequence[str] = tuple(DATASETS),
@@ -180,6 +183,7 @@ def parametric_convnet(
     return convnet(**drawn, evaluation_samples=evaluation_samples, heldout=heldout, **where)
 
 
+@checks_words
 def parametric_language(
     draw: int = 0,
     evaluation_samples: int | None = 200,

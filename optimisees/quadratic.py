@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from l2lopt.core.choices import checks_words
 from l2lopt.core.errors import UserError, above_0, at_least_0
 from l2lopt.core.layout import Params
 from l2lopt.core.memory import check_need
@@ -31,6 +32,7 @@ class Quadratic(Optimisee):
         noise: σ, at least 0.
     """
 
+    @checks_words
     def __init__(
         self,
         size: int = 10,

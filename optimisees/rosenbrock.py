@@ -1,10 +1,12 @@
 """Rosenbrock's function in any number of dimensions: a long curved valley, with no data and no noise."""
 
 from collections.abc import Iterator
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from l2lopt.core.choices import checks_words
 from l2lopt.core.errors import UserError, at_least_0
 from l2lopt.core.layout import Params
 from l2lopt.core.memory import check_need
@@ -26,7 +28,10 @@ class Rosenbrock(Optimisee):
         device: Device of the tensors.
     """
 
-    def __init__(self, size: int = 10, spread: float = 0.1, dtype: str = "float32", device: str = "cpu") -> None:
+    @checks_words
+    def __init__(
+        self, size: int = 10, spread: float = 0.1, dtype: Literal["float32", "float64"] = "float32", device: str = "cpu"
+    ) -> None:
         if size < 2:
             raise UserError("rosenbrock: size", expected="at least 2", found=str(size), remedy="change the value")
         at_least_0("rosenbrock", spread=spread)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from l2lopt.cells.cell import Cell, CellState, activated, affine, constant, shifted, uniform
 from l2lopt.cells.highway import Core
+from l2lopt.core.choices import checks_words
 
 
 class GRU(Cell):
@@ -33,6 +34,7 @@ class GRU(Cell):
 
     recurrent_weights = ("weight_h",)
 
+    @checks_words
     def __init__(
         self,
         input_size: int,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from l2lopt.cells.cell import Cell, CellState, affine, column, constant, same_size, uniform
+from l2lopt.core.choices import checks_words
 
 
 class Core(nn.Module, ABC):
@@ -120,6 +121,7 @@ class Highway(nn.Module):
 
     recurrent_weights: ClassVar[tuple[str, ...]] = ("gamma", "feedback.weight_h")
 
+    @checks_words
     def __init__(
         self,
         input_size: int,

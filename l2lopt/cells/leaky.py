@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from l2lopt.cells.cell import Cell, CellState, activated, affine, column, uniform
+from l2lopt.core.choices import checks_words
 
 
 class Leaky(Cell):
@@ -34,6 +35,7 @@ class Leaky(Cell):
         True
     """
 
+    @checks_words
     def __init__(
         self,
         input_size: int,

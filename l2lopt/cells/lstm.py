@@ -7,6 +7,7 @@ from torch import Tensor
 
 from l2lopt.cells.cell import Cell, CellState, affine, shifted, uniform
 from l2lopt.cells.highway import Core
+from l2lopt.core.choices import checks_words
 
 
 class LSTM(Cell):
@@ -24,6 +25,7 @@ class LSTM(Cell):
 
     recurrent_weights = ("weight_h",)
 
+    @checks_words
     def __init__(self, input_size: int, hidden_size: int, biases: Literal["one", "two"] = "one") -> None:
         super().__init__(input_size, hidden_size, {"h": hidden_size, "c": hidden_size})
         self.weight_x = uniform(hidden_size, 4 * hidden_size, input_size)

@@ -5,6 +5,7 @@ from typing import Literal
 from torch import Tensor
 
 from l2lopt.cells.cell import Cell, CellState, activated, affine, uniform
+from l2lopt.core.choices import checks_words
 
 
 class RNN(Cell):
@@ -20,6 +21,7 @@ class RNN(Cell):
 
     recurrent_weights = ("weight_h",)
 
+    @checks_words
     def __init__(self, input_size: int, hidden_size: int, activation: Literal["tanh", "relu"] = "tanh") -> None:
         super().__init__(input_size, hidden_size, {"h": hidden_size})
         self.activation = activation

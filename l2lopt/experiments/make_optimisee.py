@@ -89,18 +89,10 @@ def make_optimisee(
         batch_size = min(given or 128, len(data.train_inputs))
     where, remedy = "loss(model(inputs), targets)", "check the shapes and dtypes of samples, model and loss"
     try:
-        optimisee = ModuleOptimisee(
-            model,
-            loss,
-            data,
-            batch_size,
-            heldout,
-            device,
-            metrics=metrics,
-            augment=augment,
-            evaluation_samples=evaluation_samples,
-        )
+        options: dict[str, Any] = {"metrics": metrics, "augment": augment, "evaluation_samples": evaluation_samples}
+        optimisee = ModuleOptimisee(model, loss, data, batch_size, heldout, device, **options)
         _check_loss(where, _first_loss(optimisee))
+        _check_augment(optimisee)
         where = "metrics, and the loss on test samples"
         _first_evaluation(optimisee)
     except UserError:
@@ -108,6 +100,14 @@ def make_optimisee(
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:  # PyTorch's, or the caller's
         raise UserError(where, expected="a batch that goes through", found=str(error), remedy=remedy) from error
     return optimisee
+
+
+def _check_augment(optimisee: ModuleOptimisee) -> None:
+    """Refuses augmentation that draws from other generators than its own: optimisers would meet different batches."""
+    first, again = (optimisee.batch("train", 0, 0)["inputs"] for _ in range(2))
+    if not _same(first, again):
+        expected, remedy = "equal samples of equal generators", "draw from the generator that it is given, alone"
+        raise UserError("augment", expected=expected, found="others the second time", remedy=remedy)
 
 
 def _first_evaluation(optimisee: ModuleOptimisee) -> None:
@@ -276,10 +276,10 @@ def _pair(found: Any, where: str) -> tuple[Tensor, Tensor]:
 
 
 def _tensor(part: Tensor | np.ndarray) -> Tensor:
-    """A tensor of the same numbers; of a reversed array, which PyTorch does not take, a copy."""
+    """A tensor of the same numbers, of its own: the caller's may change later."""
     if isinstance(part, np.ndarray) and any(stride < 0 for stride in part.strides):
         part = part.copy()
-    return torch.as_tensor(part)
+    return torch.as_tensor(part).clone()
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -4,10 +4,12 @@ from collections.abc import Mapping
 from typing import Literal
 
 from l2lopt import cells
+from l2lopt.core.choices import checks_words
 from l2lopt.core.errors import UserError
 from l2lopt.sequence.stack import Stack
 
 
+@checks_words
 def deep_bidirectional_gru(
     input_size: int,
     hidden_size: int,
@@ -42,9 +44,6 @@ def deep_bidirectional_gru(
     Raises:
         UserError: For numbers out of range, and another activation.
     """
-    if activation not in ("tanh", "relu"):
-        expected, remedy = "'tanh' or 'relu'", "change the value"
-        raise UserError("deep-gru: activation", expected=expected, found=repr(activation), remedy=remedy)
     if num_layers < 1:
         raise UserError("num_layers", expected="at least 1", found=str(num_layers), remedy="give a positive number")
     gru = {"update": "kept", "reset": "after", "biases": "none", "activation": activation}

@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
+from l2lopt.core.errors import UserError
 from l2lopt.core.layout import Params
 from l2lopt.core.seeding import seed_of, seeded
 from l2lopt.core.types import Aux, Batch, Report, detach, silent
@@ -102,6 +104,15 @@ def train(
     return loop.result(report)
 
 
+def _check_average(optimisee: Optimisee) -> None:
+    """Refuses averages of a model with batch norm, whose running statistics are those of the last parameters."""
+    parts = optimisee.module_parts()
+    layers = () if parts is None else parts.module.modules()
+    if any(isinstance(layer, _BatchNorm) and layer.running_mean is not None for layer in layers):
+        expected, remedy = "a model without running statistics", "leave it out, or take another norm"
+        raise UserError("train.average", expected=expected, found="batch norm", remedy=remedy)
+
+
 class _Training:
     """The state of training between two steps, and what is done with it.
 
@@ -121,6 +132,8 @@ class _Training:
         self, optimisee: Optimisee, factory: OptimizerFactory, settings: TrainSettings, seed: int, records: Recorder
     ) -> None:
         self.optimisee, self.settings, self.seed, self.records = optimisee, settings, seed, records
+        if settings.average is not None:
+            _check_average(optimisee)
         params, self.aux = optimisee.init(seed)
         self.params = {name: value.clone().requires_grad_() for name, value in params.items()}
         self.optimizer = factory(list(self.params.items()))

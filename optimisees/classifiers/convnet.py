@@ -6,12 +6,14 @@ from typing import Literal
 import torch
 from torch import nn
 
+from l2lopt.core.choices import checks_words
 from l2lopt.core.errors import UserError, above_0
 from optimisees.classifiers.layers import Initialisation, Norm, initialise, normalisation
 from optimisees.classifiers.sources import source
 from optimisees.module import ModuleOptimisee
 
 
+@checks_words
 def convnet(
     channels: Sequence[int] = (16, 16, 16),
     hidden: int = 32,

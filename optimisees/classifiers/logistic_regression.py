@@ -6,10 +6,12 @@ from typing import Literal
 import torch
 from torch import nn
 
+from l2lopt.core.choices import checks_words
 from optimisees.classifiers.sources import source
 from optimisees.module import ModuleOptimisee
 
 
+@checks_words
 def logistic_regression(
     dataset: str = "digits",
     data: str | None = None,

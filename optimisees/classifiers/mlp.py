@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from l2lopt.core.choices import checks_words
 from l2lopt.core.errors import UserError
 from optimisees.classifiers.layers import Activation, Initialisation, Norm, perceptron
 from optimisees.classifiers.sources import source
 from optimisees.module import ModuleOptimisee
 
 
+@checks_words
 def mlp(
     hidden: Sequence[int] = (20,),
     activation: Activation = "sigmoid",

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from l2lopt.core.choices import checks_words
 from l2lopt.core.errors import UserError, above_0, few
 from optimisees.data import image_inputs, images
 from optimisees.data.datasets import class_count
@@ -77,6 +78,7 @@ class ResNet(nn.Module):
         return scores
 
 
+@checks_words
 def resnet(
     blocks: Sequence[int] = (3, 4, 6, 3),
     width: int = 64,

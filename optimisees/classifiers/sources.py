@@ -19,16 +19,25 @@ class Source(NamedTuple):
     Attributes:
         samples: Samples in memory, in their stored form.
         shape: Channels, height and width of a sample.
-        classes: Number of classes.
         wrapped: A model of flat samples in the dtype asked for → one of samples as they are kept.
         device: Device of data and models.
+        dataset: Name of the data set, or path of the folder.
     """
 
     samples: InMemory
     shape: tuple[int, int, int]
-    classes: int
     wrapped: Callable[[nn.Module], nn.Module]
     device: str
+    dataset: str
+
+    @property
+    def classes(self) -> int:
+        """Number of classes.
+
+        Raises:
+            UserError: For fewer than two.
+        """
+        return class_count(self.dataset, self.samples)
 
     def classifier(
         self,
@@ -72,13 +81,12 @@ def source(
     if dataset == "digits":
         if size not in (None, 8):
             raise UserError("size", expected="none with digits", found=str(size), remedy="leave it out")
-        return Source(digits(dtype), (1, 8, 8), 10, lambda model: model, device)
+        return Source(digits(dtype), (1, 8, 8), lambda model: model, device, dataset)
     samples = images.load(dataset, size, data, download)
     _, channels, height, width = samples.train_inputs.shape
     mean, deviation = (part.to(device) for part in statistics(samples.train_inputs, dtype))
-    classes = class_count(dataset, samples)
 
     def wrapped(model: nn.Module) -> nn.Module:
         return Normalised(nn.Sequential(nn.Flatten(), model), mean, deviation)
 
-    return Source(samples, (channels, height, width), classes, wrapped, device)
+    return Source(samples, (channels, height, width), wrapped, device, dataset)

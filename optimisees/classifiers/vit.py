@@ -5,6 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from l2lopt.core.choices import checks_words
 from l2lopt.core.errors import UserError, above_0
 from optimisees.classifiers.sources import source
 from optimisees.language.transformer import STD, Layer, initialise
@@ -55,6 +56,7 @@ class VisionTransformer(nn.Module):
         return scores
 
 
+@checks_words
 def vit(
     patch: int = 4,
     width: int = 32,

@@ -79,7 +79,7 @@ def read(path: str | Path, columns: int | None = None) -> list[list[Row]]:
             another number of columns, another kind of label, or a blank line where a sentence should stand.
     """
     sentences: list[list[Row]] = [[]]
-    for number, line in enumerate(_text(Path(path)).rstrip(" \t\n").split("\n"), 1):
+    for number, line in enumerate(_text(Path(path).expanduser()).rstrip(" \t\n").split("\n"), 1):
         parts = re.split(r"[ \t]+", line.strip(" \t"))
         if parts == [""]:
             if not sentences[-1]:

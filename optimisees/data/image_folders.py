@@ -85,7 +85,7 @@ def _within(folder: Path, label: str) -> list[_File]:
     """The images of a class folder, by name."""
     files = []
     for entry in sorted(os.scandir(folder / label), key=lambda entry: entry.name):
-        if entry.name.lower().endswith(_ENDINGS):
+        if entry.name.lower().endswith(_ENDINGS) and not entry.name.startswith("."):  # as macOS leaves them
             try:
                 stat = entry.stat()
             except OSError as error:

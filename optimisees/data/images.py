@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from l2lopt.core.errors import UserError, did_you_mean
+from l2lopt.core.errors import UserError, above_0, did_you_mean
 from optimisees.data.datasets import InMemory, damaged, data_root
 from optimisees.data.image_folders import from_folder
 
@@ -39,6 +39,7 @@ def load(
         UserError: For missing data, saying which files go where, for a damaged file, by its name, and for a size that
             is larger than the images of a named set.
     """
+    above_0("images", size=1 if size is None else size)
     if dataset == PHOTOGRAPHS:
         return _reduced(photographs(), size)
     if dataset in _SETS:

@@ -1,5 +1,6 @@
 """Which samples of a set in memory a batch, an epoch and an evaluation are made of."""
 
+import math
 from functools import lru_cache
 
 import torch
@@ -91,6 +92,16 @@ class Sampling:
         return number * (samples // min(self.batch_size, samples))
 
 
-@lru_cache(maxsize=256)
 def _permutation(count: int, seed: int) -> Tensor:
+    """An order of `count` samples; the last ones asked for are kept, of large sets few."""
+    kept = next(kept for limit, kept in _KEPT.items() if count <= limit)
+    return kept(count, seed)
+
+
+def _drawn(count: int, seed: int) -> Tensor:
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+
+
+_KEPT = {limit: lru_cache(maxsize)(_drawn) for limit, maxsize in ((100_000, 256), (1_000_000, 32), (math.inf, 4))}
+"""Largest number of samples → the function that draws their order and keeps some: some 200 MB at most, but for the
+last, which a run needs."""

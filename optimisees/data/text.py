@@ -115,7 +115,7 @@ def files(train: str, valid: str, test: str, unit: Unit = "word") -> Corpus:
     Raises:
         UserError: For a file that is missing, empty, not UTF-8, or without any token.
     """
-    texts = [_read(Path(path), unit) for path in (train, valid, test)]
+    texts = [_read(Path(path).expanduser(), unit) for path in (train, valid, test)]
     vocabulary = Vocabulary.of(texts, unit)
     return Corpus(vocabulary, *(vocabulary.encode(split(text, unit)) for text in texts))
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from l2lopt.core.choices import checks_words
 from l2lopt.core.errors import above_0, few
 from l2lopt.core.layout import Params
 from l2lopt.core.references import References
@@ -87,6 +88,7 @@ class Draw(Optimisee):
     artefact_files: ClassVar[tuple[str, ...]] = ("figures/samples.*",)
     references: ClassVar[type[References]] = PaintedSamples
 
+    @checks_words
     def __init__(
         self,
         dataset: str | InMemory = "mnist",
@@ -174,7 +176,8 @@ class Draw(Optimisee):
 
     def images(self, params: Params) -> dict[str, Tensor]:
         """Samples, and test images with their reconstructions after them."""
-        images = self.data.test_inputs[: _SHOWN // 2]
+        count = min(_SHOWN // 2, len(self.data.test_inputs))
+        images = self._of("test", torch.arange(count), "shown")["inputs"]
         again = self.reconstruct(params, images).images[-1]
         pairs = torch.stack([self._unit(images), again], 1).flatten(0, 1)
         return {"samples": self.sample_images(params, _SHOWN).images[-1], "reconstructions": pairs}

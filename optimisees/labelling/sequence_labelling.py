@@ -12,6 +12,7 @@ from torch.func import functional_call
 
 from l2lopt import sequence
 from l2lopt.core import registry
+from l2lopt.core.choices import checks_words
 from l2lopt.core.errors import above_0, few
 from l2lopt.core.layout import Params
 from l2lopt.core.references import References
@@ -71,6 +72,7 @@ class SequenceLabelling(Optimisee):
     )
     references: ClassVar[type[References]] = LabellingScores
 
+    @checks_words
     def __init__(
         self,
         data: Choice | Labelled = "har",

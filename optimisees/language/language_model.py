@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from l2lopt import cells
+from l2lopt.core.choices import checks_words
 from l2lopt.core.errors import UserError, above_0, at_least_0, few
 from l2lopt.core.layout import Params
 from l2lopt.core.references import References
@@ -98,6 +99,7 @@ class LanguageModel(Optimisee):
     artefact_files: ClassVar[tuple[str, ...]] = (VOCABULARY,)
     references: ClassVar[type[References]] = NGrams
 
+    @checks_words
     def __init__(
         self,
         data: Choice | Corpus = "ptb",
@@ -140,7 +142,7 @@ class LanguageModel(Optimisee):
         self.evaluation_tokens, self.dtype, self.device = evaluation_tokens, getattr(torch, dtype), torch.device(device)
         with seeded(0):
             made = self._cells()
-        self.stack, self.state_sizes = self._stacked(made), [own.state_sizes for own in made]
+        self.stack, self._made = self._stacked(made), made
         self._whole: dict[Split, tuple[Batch, int]] = {}
         self._begins: dict[Split, list[int]] = {}
 
@@ -289,12 +291,12 @@ class LanguageModel(Optimisee):
         return Stack([[cell] for cell in made], weight_drop=drop, backend=self.backend).to(self.dtype).eval()
 
     def _blank(self, columns: int) -> Aux:
-        """The states before a text, zero."""
-        return {
-            f"{layer}.{name}": torch.zeros(columns, size, dtype=self.dtype, device=self.device)
-            for layer, sizes in enumerate(self.state_sizes)
-            for name, size in sizes.items()
-        }
+        """The states before a text, the cells' own."""
+        states = dict[str, Tensor]()
+        for number, (cell, size) in enumerate(zip(self._made, self.sizes, strict=False)):
+            x = torch.zeros(size, columns, dtype=self.dtype, device=self.device)
+            states |= {f"{number}.{name}": value.mT.contiguous() for name, value in cell.initial_state(x).items()}
+        return states
 
     def _run(self, params: Params, x: Tensor, states: Aux, masks: Params) -> tuple[Tensor, StackState]:
         """The layers' outputs [T, B, E] and states."""

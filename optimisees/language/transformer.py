@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from l2lopt.core.choices import checks_words
 from l2lopt.core.errors import UserError, above_0, few
 from l2lopt.core.layout import Params
 from l2lopt.core.registry import Choice
@@ -67,6 +68,7 @@ class Transformer(ModuleOptimisee):
     sample_kind: ClassVar[Literal["text", "images"] | None] = "text"
     artefact_files: ClassVar[tuple[str, ...]] = (VOCABULARY,)
 
+    @checks_words
     def __init__(
         self,
         data: Choice | Corpus | None = None,

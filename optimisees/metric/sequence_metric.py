@@ -12,6 +12,7 @@ from torch.func import functional_call
 from l2lopt import sequence
 from l2lopt.cells.coupled_gru import coupling
 from l2lopt.core import registry
+from l2lopt.core.choices import checks_words
 from l2lopt.core.errors import UserError, above_0
 from l2lopt.core.layout import Params
 from l2lopt.core.references import References
@@ -69,6 +70,7 @@ class SequenceMetric(Optimisee):
     artefact_files: ClassVar[tuple[str, ...]] = FILES
     references: ClassVar[type[References]] = RawSignals
 
+    @checks_words
     def __init__(
         self,
         test_subjects: Sequence[int],
@@ -91,6 +93,10 @@ class SequenceMetric(Optimisee):
             raise UserError(f"{where}: least_coupling", expected="the coupled encoder", found=found, remedy=remedy)
         above_0(where, hidden_size=hidden_size, per_class=per_class, evaluation_size=evaluation_size)
         above_0(where, evaluation_windows=1 if evaluation_windows is None else evaluation_windows)
+        if evaluation_size < 2 or (evaluation_windows is not None and evaluation_windows < 2):
+            found = f"{evaluation_size} and {evaluation_windows}"
+            expected, remedy = "evaluation_size and evaluation_windows from 2 on, for pairs", "raise them"
+            raise UserError(where, expected=expected, found=found, remedy=remedy)
         self.structural: StructuralLoss = registry.make(
             {"structural": StructuralLoss}, "loss", "structural", **loss or {}
         )

@@ -114,6 +114,29 @@ def test_augmentation_is_the_runs_own():
     assert torch.isin(task.batch("test", 0, 0)["inputs"], INPUTS).all()
 
 
+def test_augmentation_by_other_generators_is_refused():
+    expected = "augment: expected equal samples of equal generators, found others the second time; draw from the"
+    with pytest.raises(UserError, match=expected):
+        made(augment=lambda inputs, generator: inputs + torch.randn_like(inputs))
+
+
+def test_what_becomes_of_the_callers_samples_does_not_matter():
+    inputs, targets = INPUTS.clone().numpy(), TARGETS.clone()
+    task = made((inputs, targets), (inputs, targets))
+    before = task.fingerprint()
+    inputs += 1
+    targets += 1
+    assert task.fingerprint() == before
+    assert torch.isin(task.batch("train", 0, 0)["inputs"], INPUTS).all()
+
+
+def test_statistics_that_each_pass_moves_are_no_random_numbers():
+    """Spectral norm goes on with its power iteration, and batch norm counts."""
+    spectral = nn.utils.parametrizations.spectral_norm
+    task = made(model=lambda: nn.Sequential(spectral(nn.Linear(3, 4)), nn.BatchNorm1d(4), nn.Linear(4, 2)))
+    assert len(task.init(0)[0]) == 6
+
+
 class Augmented(Numbers):
     def __getitem__(self, index):
         return INPUTS[index] + torch.rand(3), TARGETS[index]
@@ -196,9 +219,29 @@ def drawn_by_numpy():
     return layer
 
 
+class Noisy(nn.Module):
+    """Draws from a generator of its own, or from NumPy's."""
+
+    def __init__(self, by_numpy):
+        super().__init__()
+        self.layer, self.by_numpy, self.generator = nn.Linear(3, 2), by_numpy, torch.Generator().manual_seed(0)
+
+    def forward(self, x):
+        drawn = torch.randn(x.shape, generator=self.generator)
+        return self.layer(x + (torch.from_numpy(NUMPY.normal(size=x.shape)).to(x) if self.by_numpy else drawn))
+
+
+class Turned(nn.Dropout):
+    def forward(self, x):
+        return super().forward(x.mT).mT
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
+        (lambda: Noisy(False), "expected a loss that is pure, found random numbers in it"),
+        (lambda: Noisy(True), "expected a loss that is pure, found random numbers in it"),
+        (lambda: nn.Sequential(nn.Linear(3, 2), Turned()), "expected a loss that is pure, found random numbers"),
         (SHARED, "model: expected a function that makes a fresh nn.Module, found a Sequential; write lambda: in front"),
         (lambda: SHARED, "found the same parameters twice; make the layers inside the function"),
         (lambda: None, "found one that makes a NoneType; return the module"),

@@ -282,6 +282,8 @@ def test_binarised_images(level):
     assert torch.equal(first, second) == (level in (0, 255))
     assert threshold.batch("train", 0, 0)["inputs"].unique().tolist() == [255 if level > 127 else 0]
     laws.assert_same(list(sampled.evaluation_batches("test", 0)), list(sampled.evaluation_batches("test", 1)))
+    shown = sampled.images(sampled.init(0)[0])["reconstructions"][::2]  # what the model is trained on
+    assert set(shown.unique().tolist()) <= {0.0, 1.0}
 
 
 @given(height=st.integers(1, 7), width=st.integers(1, 7))

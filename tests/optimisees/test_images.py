@@ -20,7 +20,7 @@ from scipy.io import savemat
 from torchvision.datasets import CIFAR10, MNIST, SVHN
 
 from l2lopt.core.errors import UserError
-from optimisees import mlp, resnet
+from optimisees import autoencoder, mlp, resnet
 from optimisees.data import image_folders, image_inputs, images
 
 
@@ -360,6 +360,23 @@ def test_images_without_classes_are_one_class(tmp_path):
     assert not torch.cat(data[1::2]).any()
     found = sorted(torch.cat([data.train_inputs, data.test_inputs]).flatten(1).tolist())
     assert found == sorted(pixels(path).flatten().tolist() for path in folder.glob("*.png"))
+
+    model = autoencoder(hidden=[2], dataset=str(folder), batch_size=2)  # which needs no classes
+    assert next(iter(model.init(0)[0].values())).shape == (2, 6 * 4 * 3)
+    with pytest.raises(UserError, match="expected at least two classes, found 1"):
+        mlp(dataset=str(folder), batch_size=2)
+
+
+def test_hidden_files_are_no_images(folder):
+    before = images.load(str(folder))
+    (folder / "train" / "ant" / "._0.png").write_bytes(b"\x00\x05\x16\x07")  # as macOS leaves them
+    assert all(map(torch.equal, images.load(str(folder)), before))
+
+
+@pytest.mark.parametrize("size", [0, -3])
+def test_a_size_is_above_0(folder, size):
+    with pytest.raises(UserError, match=f"images: size: expected above 0, found {size}"):
+        images.load(str(folder), size)
 
 
 @pytest.mark.parametrize("kind", ["I;16", "I"])

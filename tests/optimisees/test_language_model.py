@@ -216,6 +216,19 @@ def test_a_new_cell_is_a_language_models_with_weight_drop(monkeypatch):
     assert torch.equal(dropped == 0, batch["masks"]["stack.0.0.a"] == 0)
 
 
+def test_a_text_begins_with_the_cells_own_state(monkeypatch):
+    class Begun(Elman):
+        def initial_state(self, x):
+            return {"h": super().initial_state(x)["h"] + torch.arange(self.hidden_size).to(x)[:, None]}
+
+    monkeypatch.setitem(cells.CELLS, "begun", Begun)
+    model = SQUARE(cell="begun")
+    params, aux = model.init(0)
+    state = aux["0.h"]
+    assert torch.equal(state, torch.arange(state.shape[1]).to(state).expand_as(state))
+    assert model.loss(params, aux, model.batch("train", 0, 0))[0].isfinite()
+
+
 def test_dropout_is_one_mask_a_window():
     model = SMALL(word_dropout=0.5, input_dropout=0.5, hidden_dropout=0.5, output_dropout=0.5, weight_drop=0.0)
     masks = model.batch("train", 0, 0)["masks"]

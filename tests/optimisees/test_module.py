@@ -19,6 +19,7 @@ from l2lopt.experiments import build
 from l2lopt.optimisee import flat_loss
 from l2lopt.training.train import TrainSettings, train
 from optimisees import ModuleOptimisee
+from optimisees.data import sampling
 from optimisees.data.datasets import InMemory
 
 
@@ -305,3 +306,16 @@ def test_what_vmap_does_not_know_runs_by_itself():
     with pytest.raises(UserError, match=r"model: expected a model that torch.func.vmap runs.*rows to 1"):
         run_free(optimisers.SGD(0.1), task, [0, 1], [2])
     assert run_free(optimisers.SGD(0.1), task, [0], [2]).losses["test"].isfinite().all()
+
+
+def test_few_orders_of_large_sets_are_kept():
+    """Each takes eight bytes a sample."""
+    for limit, kept in sampling._KEPT.items():
+        if limit < math.inf:
+            assert 8 * limit * kept.cache_info().maxsize <= 300e6
+        count = min(limit, 1_200_000)
+        before = kept.cache_info().misses
+        order = sampling._permutation(count, 1)
+        assert kept.cache_info().misses == before + 1
+        assert sampling._permutation(count, 1) is order
+        kept.cache_clear()

@@ -173,6 +173,11 @@ def test_the_coupling_of_an_evaluation():
         ({"least_coupling": 0.3}, "least_coupling: expected the coupled encoder, found the siamese one"),
         ({"hidden_size": 0}, "sequence-metric: hidden_size: expected above 0"),
         ({"evaluation_windows": 0}, "sequence-metric: evaluation_windows: expected above 0"),
+        (
+            {"evaluation_windows": 1},
+            "expected evaluation_size and evaluation_windows from 2 on, for pairs, found 5 and 1",
+        ),
+        ({"evaluation_size": 1}, "from 2 on, for pairs, found 1 and None; raise them"),
     ],
 )
 def test_mistakes(options, message):

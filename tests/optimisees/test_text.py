@@ -42,6 +42,8 @@ def test_ptb_is_found_by_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("L2LOPT_DATA", str(tmp_path))
     assert corpus("ptb").vocabulary.tokens == ("the", "train", EOS, "valid", "test")
     assert corpus({"name": "ptb", "root": str(tmp_path)}).digest() == ptb().digest()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert corpus({"name": "ptb", "root": "~"}).digest() == ptb().digest()
     monkeypatch.delenv("L2LOPT_DATA")
     with pytest.raises(UserError, match=r"ptb: expected a folder of data sets, found none; set L2LOPT_DATA"):
         ptb()

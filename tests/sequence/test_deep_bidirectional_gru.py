@@ -70,5 +70,5 @@ def test_needs_a_layer():
 
 
 def test_knows_two_activations():
-    with pytest.raises(UserError, match="deep-gru: activation: expected 'tanh' or 'relu', found 'linear'; change"):
+    with pytest.raises(UserError, match="gru: activation: expected 'tanh' or 'relu', found 'linear'; choose"):
         sequence.deep_bidirectional_gru(N, M, 2, activation="linear")
