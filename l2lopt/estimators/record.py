@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from l2lopt.core.errors import UserError
 from l2lopt.core.groupings import SlicedGrouping
 from l2lopt.core.layout import Layout
 from l2lopt.core.types import OptimiserState
@@ -45,9 +46,13 @@ class VectorPool:
     def _new(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         if self.folder is None or not values.numel():
             return torch.empty(values.shape, dtype=dtype, device=values.device)
-        Path(self.folder).mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=self.folder) as file:  # unlinked at once, the mapping keeps it alive
-            mapped = torch.from_file(file.name, shared=True, size=values.numel(), dtype=dtype)
+        try:
+            Path(self.folder).mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self.folder) as file:  # unlinked at once, the mapping keeps it alive
+                mapped = torch.from_file(file.name, shared=True, size=values.numel(), dtype=dtype)
+        except (OSError, ValueError) as error:
+            where, remedy = f"spill = {self.folder!r}", "name another folder"
+            raise UserError(where, expected="a folder to write in", found=str(error), remedy=remedy) from None
         return mapped.view(values.shape)
 
 

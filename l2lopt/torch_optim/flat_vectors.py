@@ -55,6 +55,7 @@ class FlatVector:
         self.params, self.states = list(params.values()), list(states)
         self.layout = replace(sharding.layout_of(params), fan_ins=fan_ins, roles=roles)
         self._steps, self._told = steps, told
+        self._kinds = [(param.dtype, param.device) for param in self.params]
         self._is_distributed = sharding.is_distributed(self.params[0])
         self._shown: list[Params] = [{} for _ in self.params]  # the tensors that this vector has put into `states`
         self._buffers: dict[str, OptimiserState] = {}  # by prefix
@@ -68,8 +69,10 @@ class FlatVector:
         if len(params) != len(self.params) or steps != self._steps or told != self._told:
             return False
         # By identity: who loads or replaces a state puts other tensors there, and the buffers here are then stale.
-        for param, mine, state, kept, shown in zip(params, self.params, states, self.states, self._shown, strict=True):
-            if param is not mine or state is not kept:
+        every = zip(params, self.params, self._kinds, states, self.states, self._shown, strict=True)
+        for param, mine, kind, state, kept, shown in every:
+            # A parameter that is converted, as by `module.double()`, stays the same object.
+            if param is not mine or state is not kept or (param.dtype, param.device) != kind:
                 return False
             for key, tensor in shown.items():
                 if state.get(key) is not tensor:

@@ -24,13 +24,16 @@ from l2lopt.torch_optim.flat_vectors import FlatVector, compute_dtype
 from l2lopt.torch_optim.options import (
     check_closure,
     check_gradients,
+    check_group,
     check_options,
     check_parameters,
+    check_rate,
     names_of,
+    one_loss,
     refuse_torchs,
     steps_of,
     warn_of_small_factors,
-    with_plain_counts,
+    with_plain_numbers,
 )
 from l2lopt.torch_optim.parameter_groups import each_of, named_alike, parameter_groups, roles_of
 from l2lopt.torch_optim.partition import vectors_of
@@ -191,6 +194,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
         Raises:
             UserError: An option is out of its range.
         """
+        check_group(param_group)
         group = self.defaults | param_group
         if "weights" in param_group:
             group["weights"] = self._rule_id(group["weights"])
@@ -199,8 +203,9 @@ class LearnedOptimizer(torch.optim.Optimizer):
         elif "weights" in param_group and not self._rules[group["weights"]].phi():
             group["fallback"] = None
         check_options(group)
-        super().add_param_group(named_alike(with_plain_counts(group), self.param_groups))
+        super().add_param_group(named_alike(with_plain_numbers(group), self.param_groups))
         added = self.param_groups[-1]
+        self._vectors.clear()  # a matrix among the new ones may be the one of a bias in another group
         try:
             # These refuse what they cannot be.
             check_parameters(zip(names_of(added), added["params"], strict=True))
@@ -230,7 +235,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = loss = closure()
-        devices = {param.device.type for group in self.param_groups for param in group["params"][:1]}
+        devices = {param.device.type for group in self.param_groups for param in group["params"]}
         with torch.no_grad(), without_autocast(devices | {"cpu"}):
             for group in self.param_groups:
                 # All groups before any step, so that a refusal leaves every parameter as it was.
@@ -274,6 +279,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
             rule = optimisers.build(weights if isinstance(weights, str) else dict(weights))
         else:
             rule = files.load(weights)
+        check_rate(rule)
         rule_id = files.digest(rule)
         self._rules.setdefault(rule_id, rule.requires_grad_(False))
         return rule_id
@@ -309,11 +315,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
                 expected, remedy = "the loss of this step", "call step(loss=…) or step(closure)"
                 raise UserError("input 'loss'", expected=expected, found="none", remedy=remedy)
             return torch.zeros(()) if users else None
-        value = torch.as_tensor(loss).detach()
-        if value.numel() != 1:
-            found, remedy = str(list(value.shape)), "tell their mean"
-            raise UserError("step: loss", expected="one number", found=found, remedy=remedy)
-        value = value.reshape(())
+        value = one_loss(loss)
         if not users and all(group["fallback"] is None for group in self.param_groups):
             return value
         # Collective for sharded parameters: their ranks must not step, or fall back, by losses that differ.

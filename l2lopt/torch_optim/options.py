@@ -5,8 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from l2lopt.core.errors import UserError, above_0, at_least_0, did_you_mean
@@ -36,12 +37,14 @@ SMALL = 0.01
 
 def check_options(group: Mapping[str, Any]) -> None:
     """Refuses options of a parameter group that are out of their range or of the wrong type."""
-    if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
-        found, remedy = str(list(group["lr"].shape)), "make a group for each rate"
-        raise UserError("LearnedOptimizer: lr", expected="one number", found=found, remedy=remedy)
     for name in ("lr", "weight_decay", "max_update"):
-        if not isinstance(group[name], Real | Tensor) and not (name == "max_update" and group[name] is None):
-            found = repr(group[name])
+        value = group[name]
+        if isinstance(value, Tensor) and value.numel() != 1:
+            found, remedy = str(list(value.shape)), "make a group for each value"
+            raise UserError(f"LearnedOptimizer: {name}", expected="one number", found=found, remedy=remedy)
+        is_real = isinstance(value, Real) or (isinstance(value, Tensor) and not value.is_complex())
+        if not is_real and not (name == "max_update" and value is None):
+            found = repr(value)
             raise UserError(f"LearnedOptimizer: {name}", expected="a number", found=found, remedy="change the value")
     at_least_0("LearnedOptimizer", lr=group["lr"], weight_decay=group["weight_decay"])
     if group["max_update"] is not None:
@@ -58,15 +61,15 @@ def check_options(group: Mapping[str, Any]) -> None:
     refuse_torchs(group)
 
 
-def with_plain_counts(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group whose counts are Python's: those of NumPy could not be loaded from a saved state again."""
+def with_plain_numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group whose numbers are Python's: those of NumPy could not be loaded from a saved state again."""
 
     def plain(value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return [plain(one) for one in value]
-        return int(value) if isinstance(value, Integral) else value
+        if isinstance(value, np.generic):
+            return value.item()
+        return [plain(one) for one in value] if isinstance(value, list | tuple) else value
 
-    return {name: plain(value) if name in _COUNTS else value for name, value in group.items()}
+    return {name: value if name == "params" else plain(value) for name, value in group.items()}
 
 
 def refuse_torchs(options: Mapping[str, Any]) -> None:
@@ -110,6 +113,39 @@ def check_closure(closure: object) -> None:
         raise UserError("step: closure", expected="a function", found=found, remedy=remedy)
 
 
+def one_loss(loss: Any) -> Tensor:
+    """The loss of a step as a scalar.
+
+    Raises:
+        UserError: For anything but one number.
+    """
+    if not isinstance(loss, Real | Tensor | np.ndarray):
+        found, remedy = f"a {type(loss).__name__}", "tell the loss alone; a closure returns it alone"
+        raise UserError("step: loss", expected="one number", found=found, remedy=remedy)
+    value = torch.as_tensor(loss).detach()
+    if value.numel() != 1:
+        found, remedy = str(list(value.shape)), "tell their mean"
+        raise UserError("step: loss", expected="one number", found=found, remedy=remedy)
+    return value.reshape(())
+
+
+def check_group(group: Any) -> None:
+    """Refuses what is no parameter group."""
+    if not isinstance(group, Mapping) or "params" not in group or isinstance(group["params"], nn.Module):
+        is_module = isinstance(group, Mapping) and isinstance(group.get("params"), nn.Module)
+        found = "a module as params" if is_module else f"a {type(group).__name__} without it"
+        remedy = 'give {"params": module.parameters()}, or what l2lopt.parameter_groups(module) gives'
+        raise UserError("add_param_group", expected='a table with "params"', found=found, remedy=remedy)
+
+
+def check_rate(rule: Optimiser) -> None:
+    """Refuses a rule with a rate for each of several runs side by side: this is one run."""
+    rate = getattr(rule, "lr", None)
+    if isinstance(rate, Tensor) and rate.dim():
+        found, remedy = f"a tensor of shape {list(rate.shape)}", "give a number"
+        raise UserError("LearnedOptimizer: weights", expected="a rule with one rate", found=found, remedy=remedy)
+
+
 def check_parameters(named: Iterable[tuple[str, Tensor]]) -> None:
     """Refuses parameters that have no shape yet."""
     for name, param in named:
@@ -135,6 +171,13 @@ def names_of(group: Mapping[str, Any]) -> Sequence[str]:
     Each once: a name that comes again, as of a second model's `named_parameters`, has its number before it.
     """
     names: Sequence[str] = group.get("param_names") or [f"p{index}" for index in range(len(group["params"]))]
-    if len({*names}) == len(names):
+    taken, seen, found = {*names}, set[str](), list[str]()
+    if len(taken) == len(names):
         return names
-    return [f"{index}.{name}" if name in names[:index] else name for index, name in enumerate(names)]
+    for index, name in enumerate(names):
+        own = name
+        while own in seen or (own != name and own in taken):  # a module may have the name with the number as well
+            own = f"{index}.{own}"
+        seen.add(own)
+        found.append(own)
+    return found

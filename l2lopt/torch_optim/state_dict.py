@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from l2lopt.core.errors import UserError
+
 
 def restore(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
     """`load_state_dict` to the bit: the state is copied and keeps its dtype.
@@ -19,7 +21,15 @@ def restore(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> 
     Args:
         optimizer: Optimiser whose state is replaced.
         state_dict: State to load; not changed.
+
+    Raises:
+        UserError: For what is no state of an optimiser.
     """
+    found: Any = state_dict
+    if not isinstance(found, Mapping) or not {"state", "param_groups"} <= found.keys():
+        said = f"a {type(found).__name__}" if not isinstance(found, Mapping) else f"the keys {list(found)[:3]}"
+        remedy = "give what its state_dict() gave"
+        raise UserError("load_state_dict", expected='a table of "state" and "param_groups"', found=said, remedy=remedy)
     given: dict[str, Any] = {}
 
     def remember(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from l2lopt import kernels
+from l2lopt.core.errors import UserError
 from l2lopt.core.layout import Layout, Params
 from l2lopt.core.seeding import generator, seed_of
 from l2lopt.core.types import Carry, InnerStep, Loss, Target, Update
@@ -94,6 +95,9 @@ class InnerRuns:
         count: The number of runs at a time.
         seed: The seed of all runs.
         backend: The backend of the optimiser's steps that need no tape; see `kernels.fuse`.
+
+    Raises:
+        UserError: If a part of φ is frozen: all of it would be trained.
     """
 
     def __init__(
@@ -106,13 +110,18 @@ class InnerRuns:
         seed: int,
         backend: str = "auto",
     ) -> None:
+        phi = optimiser.phi()
+        if len({value.requires_grad for value in phi.values()}) > 1:
+            frozen = ", ".join(name for name, value in phi.items() if not value.requires_grad)
+            remedy = "set requires_grad of all, or make a rule whose phi() leaves them out"
+            raise UserError("optimiser", expected="none frozen beside trained ones", found=frozen, remedy=remedy)
         self.optimiser, self.optimisees, self.estimator = optimiser, optimisees, estimator
         self.settings, self.seed = settings, seed
         self.update = kernels.block_update(optimiser, backend)
         self.positions: list[RunPosition | None] = [None] * count  # None: a new run begins there
         self.runs: dict[int, InnerRun] = {}
         self.begun = 0
-        self._losses: dict[int, Loss] = {}
+        self._losses: dict[tuple[int, Layout], Loss] = {}
         self._largest_planned = 0
 
     def unroll(self, meta_update: int) -> list[UnrollSummary]:
@@ -212,8 +221,8 @@ class InnerRuns:
         length = self.settings.draw_length(generator("length", seed), position.update)
         carry = Carry(flat, aux, self.optimiser.init(layout, like=flat, total_steps=length))
         estimator_state = self.estimator.init(carry, self.optimiser.phi(), seed)
-        # One object for all runs of a problem: what is compiled for a loss is found by it.
-        loss = self._losses.setdefault(int(drawn), flat_loss(optimisee, layout))
+        # One object for all runs of a problem with these shapes: what is compiled for a loss is found by it.
+        loss = self._losses.setdefault((int(drawn), layout), flat_loss(optimisee, layout))
         return InnerRun(seed, optimisee, length, layout, rescaled(loss, scale), carry, estimator_state)
 
     def _plan(self, run: InnerRun) -> None:

@@ -91,7 +91,7 @@ def meta_train(
             the same to the bit.
 
     Raises:
-        UserError: If the memory of a meta-gradient is not there, CMA-ES cannot use the runs, or another rank has ended.
+        UserError: If a part of φ is frozen, memory is missing, CMA-ES cannot use the runs, or another rank has ended.
 
     Examples:
         >>> import optimisees

@@ -104,11 +104,12 @@ def save(optimiser: Optimiser, path: str | Path, training: Mapping[str, Any] | N
         "optimiser": dict(optimiser.description),
         "training": dict(training or {}),
     }
-    try:
-        json.dumps(header["training"])
-    except (TypeError, ValueError) as error:
-        remedy = "give plain numbers, texts, lists and tables"
-        raise UserError("save: training", expected="values of JSON", found=str(error), remedy=remedy) from None
+    for part in ("training", "optimiser"):
+        try:
+            json.dumps(header[part])
+        except (TypeError, ValueError) as error:
+            remedy = "give plain numbers, texts, lists and tables"
+            raise UserError(f"save: {part}", expected="values of JSON", found=str(error), remedy=remedy) from None
     tensor_file.check_finite(Path(path), _numbers(optimiser), "meta-train again, with a lower rate")
     tensor_file.write(Path(path), "l2lopt", header, _numbers(optimiser))
 

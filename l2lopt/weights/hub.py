@@ -86,6 +86,11 @@ def _hub(repo: str) -> Iterator[Any]:
         raise UserError("hub", expected="the package huggingface_hub", found="none", remedy=remedy) from None
     try:
         yield huggingface_hub
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+    except Exception as error:
+        # The connection's own errors are those of the package that the hub's uses: httpx today, requests before.
+        foreign = type(error).__module__.partition(".")[0] in ("httpx", "httpcore", "requests", "urllib3")
+        own = HfHubHTTPError | HFValidationError | LocalEntryNotFoundError | OSError
+        if not foreign and not isinstance(error, own):
+            raise
         expected, remedy = f"a repository of the hub with {FILE}", "check name, token and connection"
         raise UserError(repo, expected=expected, found=str(error), remedy=remedy) from None

@@ -17,9 +17,12 @@ from l2lopt.core.errors import UserError
 from l2lopt.core.layout import Layout
 from l2lopt.core.memory import available_memory
 from l2lopt.core.seeding import generator
+from l2lopt.core.types import OptimiserState
 from l2lopt.estimators import Backprop, Blockwise
 from l2lopt.estimators.coordinate_sample import stratified
+from l2lopt.estimators.locality import check_locality
 from l2lopt.estimators.memory_plan import activations
+from l2lopt.estimators.record import VectorPool
 
 each_blockwise = pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in BLOCKWISE.items()])
 DIRECTION = "coordinatewise direction-and-magnitude"
@@ -195,3 +198,18 @@ def test_a_containers_limit_counts(tmp_path, limit, left):
         (tmp_path / name).write_text(text + "\n")
     assert memory._allowed(tmp_path) == left
     assert memory._allowed(tmp_path / "none") == math.inf
+
+
+@pytest.mark.parametrize("count", [16_777_216, 16_777_220, 124_439_808])
+def test_the_places_of_a_check_are_those_of_the_vector_whatever_its_size(count):
+    """Float32 has no whole numbers from 2²⁴ on: the last place would be one too far."""
+    values = torch.zeros(1).expand(count)
+    state = OptimiserState(Layout(("w",), ((count,),)), {}, {}, {})
+    assert check_locality(state, values, values, torch.zeros(())) is not None
+
+
+def test_a_folder_for_the_record_that_cannot_be_made_ends_in_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    rows = VectorPool(str(tmp_path / "file"))
+    with pytest.raises(UserError, match=r"spill = '.*file': expected a folder to write in, found .*; name another"):
+        rows.keep(torch.ones(3), torch.float32)

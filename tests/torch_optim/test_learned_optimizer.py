@@ -216,6 +216,9 @@ def test_a_loss_of_one_number_is_taken_whatever_its_shape_and_others_are_refused
     after = param.detach().clone()
     with pytest.raises(UserError, match=r"step: loss: expected one number, found \[4\]"):
         optimizer.step(loss=torch.ones(4))
+    for loss, found in (("x", "a str"), ({"loss": 1.0}, "a dict"), ((1.0, 2.0), "a tuple")):
+        with pytest.raises(UserError, match=f"step: loss: expected one number, found {found}; tell the loss alone"):
+            optimizer.step(loss=loss)
     with pytest.raises(UserError, match=r"step: closure: expected a function, found a Tensor; call step\(loss=…\)"):
         optimizer.step(torch.ones(1))
     assert param.equal(after)

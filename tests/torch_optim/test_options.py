@@ -212,6 +212,10 @@ def test_a_factor_that_looks_like_a_rate_is_warned_of_once(weights, lr, count, c
         ({"lr": "0.1"}, "lr: expected a number, found '0.1'"),
         ({"weight_decay": None}, "weight_decay: expected a number, found None"),
         ({"weights": None}, "weights: expected a name, a file, a choice or an optimiser, found None"),
+        ({"weight_decay": torch.ones(2)}, r"weight_decay: expected one number, found \[2\]"),
+        ({"max_update": torch.ones(2)}, r"max_update: expected one number, found \[2\]"),
+        ({"lr": torch.tensor(1j)}, "lr: expected a number, found tensor"),
+        ({"weights": {"name": "adam", "lr": torch.ones(1)}}, r"weights: expected a rule with one rate, found a tensor"),
         ({"fallback": 3}, "fallback: expected a name, a choice or a hand-made optimiser, found 3"),
         (
             {"weights": "adam"},

@@ -1,6 +1,7 @@
 """A module's parameters, their kinds, and a run's length, as `LearnedOptimizer` is told of them."""
 
 import math
+import re
 from copy import deepcopy
 
 import numpy as np
@@ -14,6 +15,7 @@ import l2lopt
 from l2lopt import LearnedOptimizer, UserError, optimisers
 from l2lopt.core.kinds import Role
 from l2lopt.core.layout import Layout
+from l2lopt.torch_optim.options import names_of
 from l2lopt.torch_optim.parameter_groups import inform, parameter_groups, roles_of
 
 
@@ -84,6 +86,86 @@ def test_a_groups_own_word_counts_and_all_else_is_told_by_names_and_shapes():
 def test_what_cannot_be_is_refused(options, message):
     with pytest.raises(UserError, match=message):
         LearnedOptimizer([("w", nn.Parameter(normal(6, 3)))], "normalised-muon", **options)
+
+
+@pytest.mark.parametrize("weights", [{"name": "sgd", "lr": 0.1}, "normalised-muon"], ids=str)
+def test_a_name_that_is_made_unique_is_not_one_that_comes_later(weights):
+    """The third "weight" is the second parameter of its kind, and a `Sequential` has a "2.weight" of its own."""
+    models = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]
+    models.append(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 4)))
+    every = [named for model in models for named in model.named_parameters()]
+    optimizer = LearnedOptimizer(every, weights, steps=9)
+    before = [param.detach().clone() for _, param in every]
+    hidden = models[2](normal(3, 4).float())
+    for _ in range(2):
+        (models[0](hidden) + models[1](hidden)).square().mean().backward(retain_graph=True)
+    optimizer.step()
+    assert not any(torch.equal(param, old) for (_, param), old in zip(every, before, strict=True))
+    names = names_of(optimizer.param_groups[0])
+    assert len({*names}) == len(names) == 8
+
+
+def test_a_group_that_comes_later_counts_at_once_and_not_from_the_next_loading_on():
+    """The matrix before a vector may be among the new parameters: a resumed run has the same steps to the bit."""
+
+    def end(resumed):
+        torch.manual_seed(0)
+        layers = torch.nn.Sequential(torch.nn.Linear(20, 6), torch.nn.LayerNorm(6), torch.nn.Linear(6, 4))
+        optimizer = LearnedOptimizer(layers[1:].parameters(), steps=20)
+        for step in range(3):
+            if step == 1:
+                optimizer.add_param_group({"params": list(layers[0].parameters())})
+            if step == 2 and resumed:
+                optimizer.load_state_dict(deepcopy(optimizer.state_dict()))
+            optimizer.zero_grad()
+            layers(normal(3, 20).float()).square().mean().backward()
+            optimizer.step()
+        return [param.detach() for param in layers.parameters()]
+
+    assert all(map(torch.equal, end(False), end(True)))
+
+
+@pytest.mark.parametrize("weights", ["coordinatewise-lstm", "normalised-muon", "lstm"])
+def test_a_module_may_be_converted_between_steps(weights):
+    """The state goes with it, as it does for a run that is loaded there."""
+    ends = []
+    for loaded in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+        optimizer = LearnedOptimizer(model, weights, steps=9)
+        for step in range(4):
+            if step == 2:
+                model[1].double()
+                if loaded:
+                    optimizer.load_state_dict(deepcopy(optimizer.state_dict()))
+            optimizer.zero_grad()
+            model[1](model[0](normal(5, 3).float()).to(model[1].weight)).square().mean().backward()
+            optimizer.step()
+        ends.append([param.detach() for param in model.parameters()])
+    assert all(torch.equal(one, other) and one.dtype == other.dtype for one, other in zip(*ends, strict=True))
+
+
+@pytest.mark.parametrize("lr", [np.float64(0.5), np.float32(0.5)])
+def test_rates_of_numpy_are_saved_as_pythons(tmp_path, lr):
+    model = torch.nn.Linear(3, 2)
+    optimizer = LearnedOptimizer(model, lr=lr, weight_decay=lr, max_update=lr, steps=9)
+    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+    optimizer.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert type(optimizer.param_groups[0]["lr"]) is float
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ({"params": torch.nn.Linear(3, 2)}, 'found a module as params; give {"params": module.parameters()}'),
+        ({"lr": 1.0}, 'add_param_group: expected a table with "params", found a dict without it'),
+        ([torch.nn.Parameter(torch.ones(1))], "found a list without it"),
+    ],
+)
+def test_what_is_no_group_is_refused(group, message):
+    optimizer = LearnedOptimizer(torch.nn.Linear(3, 2), steps=9)
+    with pytest.raises(UserError, match=re.escape(message)):
+        optimizer.add_param_group(group)
 
 
 def test_counts_of_numpy_are_taken_and_saved_as_pythons(tmp_path):

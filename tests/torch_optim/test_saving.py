@@ -323,6 +323,28 @@ def test_a_saved_option_out_of_its_range_is_refused(key, value):
     laws.assert_same(optimizer.state_dict(), before)
 
 
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (None, "a NoneType"),
+        ({}, r"the keys \[\]"),
+        ({"optimizer": {}, "epoch": 3}, r"the keys \['optimizer', 'epoch'\]"),
+        (nn.Linear(2, 2).state_dict(), r"the keys \['weight', 'bias'\]"),
+    ],
+)
+def test_what_is_no_optimisers_state_is_refused(given, found):
+    optimizer = LearnedOptimizer(start().values(), LSTM())
+    with pytest.raises(UserError, match=rf'expected a table of "state" and "param_groups", found {found}; give what'):
+        optimizer.load_state_dict(given)
+
+
+def test_a_rule_whose_options_json_does_not_know_is_not_saved(tmp_path):
+    rule = optimisers.make("hierarchical", lr=torch.tensor([0.1]))
+    with pytest.raises(UserError, match=r"save: optimiser: expected values of JSON, found .*Tensor"):
+        files.save(rule, tmp_path / "mine.safetensors")
+    assert not (tmp_path / "mine.safetensors").exists()
+
+
 def test_a_pickle_has_every_number_once():
     """The state of all parameters is one tensor, and a view would bring the whole of it along."""
     layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(20)))

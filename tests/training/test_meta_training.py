@@ -354,6 +354,32 @@ def test_every_run_draws_one_of_the_optimisees():
     assert all(15 <= sizes.count(size) <= 45 for size in (2, 3, 5))  # 30 ± 15 is 3.4 standard deviations
 
 
+class Shapes(optimisees.Quadratic):
+    """Its parameters are shaped by the seed, as of a task that is drawn."""
+
+    def init(self, seed):
+        params, aux = super().init(seed)
+        return {"theta": params["theta"].view(2, 6) if seed % 2 else params["theta"].view(3, 4)}, aux
+
+    def loss(self, params, aux, batch):
+        self.shapes.append(tuple(params["theta"].shape))
+        return super().loss({"theta": params["theta"].flatten()}, aux, batch)
+
+
+def test_runs_of_one_problem_may_have_other_shapes():
+    problem = Shapes(12, "float64")
+    problem.shapes = []
+    train(LearnedRate(1e-3), [problem], Backprop(), unrolls=UnrollSettings(length=1), updates=9, validate_every=9)
+    assert {*problem.shapes} == {(2, 6), (3, 4)}
+
+
+def test_a_part_of_phi_that_is_frozen_is_refused(quadratic):
+    rule = optimisers.make("coordinatewise", hidden_size=2)
+    rule.cell.requires_grad_(False)
+    with pytest.raises(UserError, match=r"expected none frozen beside trained ones, found cell\.weight_x, "):
+        train(rule, [quadratic], Backprop(), unrolls=UnrollSettings(length=1), updates=1, validate_every=1)
+
+
 @pytest.mark.parametrize("shape", ["constant", "linear", "exponential"])
 def test_the_meta_rate_follows_its_schedule(quadratic, shape):
     records = Recorded()

@@ -123,6 +123,21 @@ def test_a_missing_repository_and_a_foreign_file_are_one_line(server, tmp_path):
     assert not server.made
 
 
+def test_without_a_connection_it_is_one_line(file, monkeypatch):
+    """The hub's package raises the errors of the one that it connects by."""
+    refused = type("ConnectError", (Exception,), {"__module__": "httpx"})
+
+    def create_repo(*_, **__):
+        raise refused("connection refused")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", create_repo)
+    with pytest.raises(UserError, match=r"me/mine: expected a repository .*, found connection refused; check"):
+        hub.push(file, "me/mine")
+    refused.__module__ = "elsewhere"
+    with pytest.raises(refused):
+        hub.push(file, "me/mine")
+
+
 def test_without_the_extra_it_says_what_to_install(file, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
     with pytest.raises(UserError, match=r'pip install "l2lopt\[hub\]"'):
