@@ -59,10 +59,17 @@ def make(table: Table, kind: str, name: str, /, **options: Any) -> Any:
     from l2lopt.core.memory import watched  # imported here: PyTorch takes seconds, and a config is checked without it
 
     name, options = _current_spelling(table, name, options)
+    # Numbers of NumPy as Python's, without importing it.
+    options = {key: value.item() if _is_numpys(value) else value for key, value in options.items()}
     entry, where = find(table, kind, name), f"{kind} {name!r}"
     checked = _check(where, _options_model(entry), options)
     with watched(where):
         return entry(**checked)
+
+
+def _is_numpys(value: Any) -> bool:
+    """Whether a value is a single number of NumPy."""
+    return type(value).__module__ == "numpy" and hasattr(value, "item") and getattr(value, "ndim", 1) == 0
 
 
 def find(table: Table, kind: str, name: str) -> Callable[..., Any]:

@@ -177,6 +177,8 @@ def _installed(competitors: Sequence[Competitor]) -> list[Competitor]:
         said = ", ".join(f"{name} (pip install {package})" for name, package in absent.items())
         _log.warning("left out, as its package is not installed: %s", said)
     left = [one for one in competitors if one.name not in absent]
+    if not competitors:
+        raise UserError("optimisers", expected="at least one", found="none", remedy="leave it out for the suite's own")
     if not left:
         raise UserError("competitors", expected="at least one", found="none that is installed", remedy="install one")
     return left

@@ -64,7 +64,7 @@ class FileCache:
         curves = make()
         rows = {split: losses.tolist() for split, losses in curves.losses.items()}
         facts = {"steps": curves.steps, "losses": rows, "first": curves.first.tolist(), "seconds": curves.seconds}
-        write_json(path, {"work": text, **facts, **_precision(curves.first)}, seal=True)
+        write_json(path, {"work": text, **facts, **_precision(curves.first, *curves.losses.values())}, seal=True)
         return curves
 
 
@@ -109,7 +109,11 @@ def write_run(path: Path, work: Mapping[str, Any], run: OptimiserRun) -> None:
         "chosen": choice_facts(run.chosen),
         "cut": run.cut,
     }
-    facts |= {"first": run.first.tolist(), "losses": losses, **_precision(run.first)}
+    facts |= {
+        "first": run.first.tolist(),
+        "losses": losses,
+        **_precision(run.first, *(row for steps in run.losses.values() for row in steps.values())),
+    }
     write_json(path, {"work": work, **facts}, seal=True)
 
 
@@ -174,9 +178,9 @@ def _check(losses: Mapping[Any, Mapping[int, Tensor]], facts: Mapping[str, Any])
             raise ValueError(f"no {split} loss at {sorted(needed - steps.keys())}")
 
 
-def _precision(losses: Tensor) -> dict[str, str]:
-    """What a file says of losses in float64; those without a word are float32."""
-    return {"dtype": "float64"} if losses.dtype == torch.float64 else {}
+def _precision(*losses: Tensor) -> dict[str, str]:
+    """What a file says of losses in float64, if some are; those without a word are float32."""
+    return {"dtype": "float64"} if any(values.dtype == torch.float64 for values in losses) else {}
 
 
 def _tensor(stored: Mapping[str, Any], rows: Any, *shape: int) -> Tensor:

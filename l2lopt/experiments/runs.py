@@ -139,7 +139,7 @@ def evaluate(
     folder, and the same for TensorBoard in `tensorboard/`. Started by `torchrun`, its processes share out the problems.
 
     Args:
-        runs: Folders that `meta_train` left; several must agree on optimisee, seed and evaluation.
+        runs: Folders that `meta_train` left; several must agree on optimisee, seed, evaluation and device.
         optimisee: The optimisee that the runs were given, if it was made in Python; of several the first.
         changes: Changes to their configs, such as "evaluation.seeds=50".
         cache: Folder where the free runs are kept for other evaluations, benchmarks and studies; None: nowhere.
@@ -169,7 +169,7 @@ def evaluate(
         raise UserError("evaluate", expected="each run once", found="one that comes again", remedy="leave it out")
     settings = [meta_training_config(folder, changes) for folder in folders]
     for folder, other in zip(folders[1:], settings[1:], strict=True):
-        for key in ("optimisee", "seed", "evaluation"):
+        for key in ("optimisee", "seed", "evaluation", "device"):
             if getattr(other, key) != getattr(settings[0], key):
                 expected, found = f"the {key} of {folders[0]}", "another"
                 raise UserError(str(folder), expected=expected, found=found, remedy="evaluate it by itself")

@@ -157,6 +157,9 @@ def _prepared(
     for run in study.runs:
         added = [(one.kind, one.label, one.folder) for one in references.beside_each(run.label)]
         for kind, label, home in [("trained", run.label, run.label), *added]:
+            if label in rows or (kind != "trained" and label in labels):
+                remedy = "give the run another label"
+                raise UserError(f"{source}: {run.label}", expected="labels that differ", found=label, remedy=remedy)
             seeds = run.seeds or study.seeds or references.default_seeds
             rows[label] = {
                 seed: _Job(kind, config(run, label, seed), folder / f"{slug(home)}-{seed}") for seed in seeds
@@ -164,6 +167,9 @@ def _prepared(
         beside += [label for _, label, _ in added]
     seed, first = next(iter(next(iter(rows.values())).items()))
     for one in references.beside_all():
+        if one.label in rows:
+            remedy = "give the run another label"
+            raise UserError(f"{source}: {one.label}", expected="labels that differ", found="a run's", remedy=remedy)
         rows[one.label] = {seed: _Job(one.kind, first.config, folder / slug(one.folder))}
         beside.append(one.label)
     return references, rows, beside

@@ -207,14 +207,15 @@ def fingerprint(**what: Any) -> dict[str, Any]:
 
 
 def format_range(values: Sequence[float], digits: int) -> str:
-    """A table's entry: the mean, and for several values the lowest and the highest in brackets.
+    """A table's entry: the mean, and for several values the lowest and the highest number in brackets.
 
     Example:
         >>> from l2lopt.parallel.jobs import format_range
         >>> format_range([1.0, 2.0, 4.0], digits=2)
         '2.33 (1.00–4.00)'
     """
-    brackets = f" ({min(values):.{digits}f}–{max(values):.{digits}f})" if len(values) > 1 else ""
+    known = [value for value in values if not math.isnan(value)] or values
+    brackets = f" ({min(known):.{digits}f}–{max(known):.{digits}f})" if len(values) > 1 else ""
     return f"{fmean(values):.{digits}f}{brackets}"
 
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
-import numpy as np
 import tomli_w
 
 from l2lopt.core.errors import UserError
@@ -85,8 +84,8 @@ def check(where: str, table: Any, path: str = "", depth: int = 0) -> None:
         raise UserError(where_, expected="a finite number", found=str(table), remedy="change the value")
     if isinstance(table, str) and any("\ud800" <= c <= "\udfff" for c in table):
         raise UserError(where_, expected="a text in UTF-8", found=ascii(table), remedy="change the value")
-    if isinstance(table, np.generic | PurePath):
-        remedy = f"write {'str' if isinstance(table, PurePath) else type(table.item()).__name__}(…)"
+    if isinstance(table, PurePath) or type(table).__module__ == "numpy":  # without importing it
+        remedy = f"write {'str' if isinstance(table, PurePath) else 'int, float or list'}(…)"
         raise UserError(where_, expected="a plain value", found=repr(table), remedy=remedy)
     if isinstance(table, Mapping):
         for key, item in table.items():

@@ -54,6 +54,7 @@ def imitate(
     settings: ImitationSettings,
     seed: int = 0,
     report: Report = silent,
+    backend: str = "auto",
 ) -> dict[str, float]:
     """Changes φ so that the controls are near the best constants of the runs they are told of; gives the figures.
 
@@ -74,6 +75,7 @@ def imitate(
         settings: The grid and the regression.
         seed: The seed of the runs.
         report: The function that is told the progress.
+        backend: The backend of the optimiser's steps; see `kernels.fuse`.
 
     Raises:
         UserError: For another rule, or an estimator that does not run many rules side by side.
@@ -82,7 +84,7 @@ def imitate(
     unrolls, lessons = unrolls.model_copy(update={"curriculum": 0}), list[Lesson]()  # lessons are whole runs
     for number, problem in enumerate(optimisees):
         own = seed_of("imitation", seed, number)
-        runs = InnerRuns(optimiser, [problem], estimator, unrolls, settings.runs, own)
+        runs = InnerRuns(optimiser, [problem], estimator, unrolls, settings.runs, own, backend)
         lessons += runs.whole(1, partial(_lesson, rule, estimator, settings))
         report("imitate", number + 1, len(optimisees), {})
     usable = [lesson for lesson in lessons if lesson.told.isfinite().all() and lesson.outputs.isfinite().all()]

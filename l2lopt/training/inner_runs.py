@@ -116,7 +116,7 @@ class InnerRuns:
             remedy = "set requires_grad of all, or make a rule whose phi() leaves them out"
             raise UserError("optimiser", expected="none frozen beside trained ones", found=frozen, remedy=remedy)
         self.optimiser, self.optimisees, self.estimator = optimiser, optimisees, estimator
-        self.settings, self.seed = settings, seed
+        self.settings, self.seed, self.backend = settings, seed, backend
         self.update = kernels.block_update(optimiser, backend)
         self.positions: list[RunPosition | None] = [None] * count  # None: a new run begins there
         self.runs: dict[int, InnerRun] = {}

@@ -168,7 +168,8 @@ class _MetaTraining:
         runs, settings = self.runs, self.settings.imitation
         if settings is None or self.update:
             return
-        figures = imitate(self.optimiser, runs.optimisees, runs.estimator, runs.settings, settings, runs.seed, report)
+        given = runs.optimisees, runs.estimator, runs.settings, settings, runs.seed, report, runs.backend
+        figures = imitate(self.optimiser, *given)
         # CMA-ES keeps a mean of its own, which begins at the φ that it was made with.
         self.meta_optimiser = self._new_meta_optimiser()
         self.records.write("imitation", 0, figures)

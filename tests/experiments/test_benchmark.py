@@ -206,7 +206,7 @@ QUADRATIC = {"q": {"name": "quadratic", "size": 3}}
         ({"jobs": 0}, "jobs: expected at least 1, found 0"),
         (
             {"tasks": {"q": {"name": "quadratic", "size": np.int64(3)}}},
-            r"task 'q': size: expected a plain value, found .*; write int\(…\)",
+            r"task 'q': size: expected a plain value, found .*; write int, float or list",
         ),
         (
             {"optimisers": {"sparse": {"optimiser": "torch.optim:SparseAdam", "rates": [0.1]}}},

@@ -199,6 +199,11 @@ def test_it_is_studied_beside_its_references(tmp_path, monkeypatch, capsys):
         l2lopt.UserError, match=r"study\.toml: nois: expected a known key, found 'nois'; did you mean 'n"
     ):
         comparison_study.reproduce(tmp_path / "study.toml", tmp_path / "other")
+    for label in ("SGD, untrained", "the truth"):
+        named = [{**runs[0]}, {**runs[1], "label": label}]
+        (tmp_path / "study.toml").write_text(tomli_w.dumps({**study, "runs": named}))
+        with pytest.raises(l2lopt.UserError, match=r"expected labels that differ, found .*; give the run"):
+            comparison_study.reproduce(tmp_path / "study.toml", tmp_path / "other")
     (tmp_path / "study.toml").write_text(tomli_w.dumps({**study, "noise": "much"}))
     with pytest.raises(l2lopt.UserError, match=r"study\.toml: noise: expected a valid number, found 'much'"):
         comparison_study.reproduce(tmp_path / "study.toml", tmp_path / "other")

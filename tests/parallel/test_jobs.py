@@ -1,5 +1,6 @@
 """The pieces of a study in processes of their own."""
 
+import math
 import os
 import signal
 import subprocess
@@ -115,6 +116,9 @@ def endless(path, report):
 def test_a_spread_has_brackets_for_several_values_alone():
     assert format_range([1.0], 1) == "1.0"
     assert format_range([1.0, 2.0, 4.0], 2) == "2.33 (1.00–4.00)"
+    for values in ([math.nan, 1.0, 2.0], [1.0, 2.0, math.nan]):
+        assert format_range(values, 1) == "nan (1.0–2.0)"
+    assert format_range([math.nan] * 2, 1) == "nan (nan–nan)"
 
 
 class TwoPartsError(Exception):
