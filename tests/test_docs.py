@@ -71,7 +71,7 @@ def check_command(words):
     if words[0] == "reproduce":
         comparison_study.load(given["study"])
     if words[0] == "benchmark":
-        assert config.find(given["suite"], "suites", "suite").exists()
+        assert config.find(given["suite"] or "smoke", "suites", "suite").exists()
 
 
 def check_commands(code):
