@@ -249,10 +249,11 @@ def _change(data: dict[str, Any], change: str, kind: type[Settings]) -> None:
     except ValueError as error:
         remedy = "pass each with a --set of its own"
         raise UserError("--set", expected="one KEY=VALUE", found=f"{error}: {change!r}", remedy=remedy) from None
-    default = kind.model_fields[above[0]].default if above and above[0] in kind.model_fields else None
+    owner: Any = None
     for key in above:
-        inner = data.get(key, default if isinstance(default, str) else {})
-        default = None
+        field = kind.model_fields.get(key) if owner is None else None
+        owner = field.default if field is not None else getattr(owner, key, ())
+        inner = problem(data.get(key, owner if isinstance(owner, str) else {}))
         # None: a table that is absent by default, in a config that was given as an object.
         inner = {"name": inner} if isinstance(inner, str) else {} if inner is None else inner
         if not isinstance(inner, dict):

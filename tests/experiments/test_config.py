@@ -12,6 +12,7 @@ from l2lopt.core.errors import UserError
 from l2lopt.experiments import build
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import Config, TrainConfig
+from l2lopt.training.settings import UnrollSettings
 from l2lopt.weights import files
 
 RECIPE = configs.shipped("digits-coordinatewise.toml")
@@ -192,3 +193,12 @@ def test_an_optimiser_that_is_ready_is_one_of_ours_or_has_weights():
         build.ready_optimiser({"weights": "lstm", "lr": 3.0})
     with pytest.raises(UserError, match="did you mean 'adam'"):
         build.ready_optimiser("adm")
+
+
+def test_a_change_begins_at_the_default_or_at_the_task_that_is_named():
+    changed = configs.load({"optimisee": "digits-mlp-20-sigmoid"}, ["optimisee.batch_size=16"])
+    assert changed.optimisee == configs.problem("digits-mlp-20-sigmoid") | {"batch_size": 16}
+    nested = configs.load({"optimisee": "quadratic"}, ["unroll.estimator.block=8", "optimiser.hidden_size=3"])
+    assert nested.unroll.estimator == {"name": UnrollSettings().estimator, "block": 8}
+    assert nested.optimiser == {"name": "coordinatewise", "hidden_size": 3}
+    assert configs.load({"optimisee": "quadratic"}, ["meta.imitation.runs=3"]).meta.imitation.runs == 3
