@@ -128,7 +128,7 @@ def test_what_is_said_of_the_full_network_is_in_its_losses():
     claim = next(
         line for line in (ROOT / "docs/claims.md").read_text(encoding="utf-8").splitlines() if "fig3-batch32" in line
     )
-    for learned, said in product((lstm, rule), ("SGD", "Adam", "the harness")):
+    for learned, said in product((lstm, rule), ("SGD", "Adam", "the harness", "Muon")):
         cells = []
         for split in ("train", "test"):
             pairs = zip(losses[learned, split, 1000], losses[OTHERS[said], split, 1000], strict=False)
@@ -149,13 +149,17 @@ def test_what_is_said_of_the_full_network_is_in_its_losses():
     )
     order = rule, "sgd", "adam", lstm
     assert told.groups() == tuple(f"{losses[name, 'train', 251][k]:.2f}" for k in (0, 1) for name in order)
-    test = {name: fmean(losses[name, "test", 1000]) for name in (lstm, rule, "sgd", "adam", "harness")}
+    test = {name: fmean(losses[name, "test", 1000]) for name in (lstm, rule, "sgd", "adam", "harness", "muon")}
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     number = r"([\d.]+)"
-    names = ("learned `lstm`", r"and\s`ihc-lstm`", ", SGD", ", Adam", ", the harness")
+    names = ("learned `lstm`", r"and\s`ihc-lstm`", ", SGD", ", Adam", ", the harness", "and Muon")
     pattern = "full size: " + "".join(f"{name} {number} ?" for name in names)
     said = re.search(pattern, readme)
     assert said.groups() == tuple(f"{value:.3g}" for value in test.values())
+    ends = [losses[name, split, 1000][0] for name in ("muon", "harness") for split in ("train", "test")]
+    assert "Muon ends at {:.3f} and {:.3f} there".format(*ends) in text
+    assert "the harness ({:.3f} and {:.3f})".format(*ends[2:]) in text
+    assert "Muon, {:.3f} and {:.3f}".format(*ends) in claim
     assert "test loss {:.3g}, {:.3g}, {:.3g} and {:.3g};".format(*list(test.values())[:4]) in claim
 
 
