@@ -174,9 +174,12 @@ def check_baseline(baseline: Baseline, optimisee: Optimisee) -> None:
     built = baseline.build(baseline.rates[0], 1)
     if isinstance(built, Optimiser):
         return
+    params, aux = optimisee.init(0)
+    leaves = {name: value.clone().requires_grad_() for name, value in params.items()}
+    optimisee.loss(leaves, aux, optimisee.batch("train", 0, 0))[0].backward()  # whose errors are the problem's
     try:
         run_free(built, optimisee, [0], [1], splits=())
-    except UserError:
+    except (UserError, torch.OutOfMemoryError):
         raise
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # the class's own
         where, remedy = f"optimiser {baseline.name!r}", "change its options, or choose another"

@@ -142,6 +142,9 @@ def _check_call(tasks: Any, steps: int | None, jobs: int) -> None:
     for name, value in (("steps", steps), ("jobs", jobs)):
         if value is not None and value < 1:
             raise UserError(name, expected="at least 1", found=str(value), remedy="change the value")
+    if tasks is not None and not isinstance(tasks, Mapping):
+        remedy = 'give {"mine": …}'
+        raise UserError("tasks", expected="a name for each", found=f"a {type(tasks).__name__}", remedy=remedy)
     if tasks is not None and not tasks:
         raise UserError("tasks", expected="at least one", found="none", remedy="leave it out for the suite's own")
     for name, task in (tasks or {}).items():

@@ -82,6 +82,9 @@ def make_optimisee(
         ['0.bias', '0.weight', '2.bias', '2.weight']
     """
     _check_factory(model)
+    if isinstance(loss, type):
+        found, remedy = f"the class {loss.__name__}", f"write {loss.__name__}()"
+        raise UserError("loss", expected="a function of outputs and targets", found=found, remedy=remedy)
     training = _read(train, "train")
     data = _split(training, test) if isinstance(test, float) else InMemory(*training, *_read(test, "test"))
     if batch_size is None:
@@ -144,7 +147,7 @@ def _check_factory(model: Any) -> None:
     if not callable(model):
         raise UserError("model", expected=expected, found=repr(model), remedy="pass the model's class, or a lambda")
     try:
-        inspect.signature(model).bind()
+        inspect.signature(model, follow_wrapped=False).bind()
     except TypeError as error:  # the class of a layer, for instance
         remedy = "write lambda: in front of a call with its arguments"
         raise UserError("model", expected="a function without arguments", found=str(error), remedy=remedy) from error
@@ -265,7 +268,8 @@ def _pair(found: Any, where: str) -> tuple[Tensor, Tensor]:
             kind = f"a {type(part).__name__} in it"
             raise UserError(where, expected=expected, found=kind, remedy="make tensors of both")
     try:
-        inputs, targets = (_tensor(part).detach() for part in found)
+        inputs = _tensor(found[0]).detach()
+        targets = inputs if found[1] is found[0] else _tensor(found[1]).detach()
     except TypeError as error:  # an array of strings or of objects
         remedy = "number the classes, for instance"
         raise UserError(where, expected="numbers", found=str(error), remedy=remedy) from error
@@ -276,7 +280,9 @@ def _pair(found: Any, where: str) -> tuple[Tensor, Tensor]:
 
 
 def _tensor(part: Tensor | np.ndarray) -> Tensor:
-    """A tensor of the same numbers, of its own: the caller's may change later."""
+    """A tensor of the same numbers, of its own, as the caller's may change later; a mapped file's as it is."""
+    if isinstance(part, np.memmap) and part.flags.writeable and all(stride >= 0 for stride in part.strides):
+        return torch.as_tensor(part)
     if isinstance(part, np.ndarray) and any(stride < 0 for stride in part.strides):
         part = part.copy()
     return torch.as_tensor(part).clone()

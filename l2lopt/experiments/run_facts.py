@@ -140,7 +140,7 @@ def _file_of(package: str) -> Path | None:
     else:
         found = importlib.util.find_spec(package)
         origin = None if found is None else found.origin
-    return Path(origin).resolve() if origin is not None and Path(origin).is_file() else None
+    return Path(origin).absolute() if origin is not None and Path(origin).is_file() else None
 
 
 def _imported(source: bytes) -> set[str]:

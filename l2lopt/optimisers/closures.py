@@ -1,10 +1,17 @@
 """Closures for `torch.optim.Optimizer.step` that do not compute a loss again which was just computed."""
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, MutableMapping
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+TRUSTED = 3
+"""Calls that have to find everything unchanged. (At its first step a schedule-free class has nothing to move yet.)"""
+_unchanged: MutableMapping[Optimizer, float] = WeakKeyDictionary()
+"""Optimiser → such calls so far; −∞ for one that moves first."""
 
 
 def closure_of(
@@ -14,7 +21,7 @@ def closure_of(
 
     The classes of `torch.optim` and ours ask for the loss before they move anything. Others may not, such as those of
     sharpness-aware minimisation: theirs gets the loss where they ask for it. To tell, parameters and gradients are
-    copied and compared, which takes the time and memory of a few copies.
+    copied and compared until the first `TRUSTED` calls of an optimiser have found them unchanged.
 
     Args:
         optimizer: Optimiser whose step gets the closure.
@@ -32,15 +39,20 @@ def closure_of(
         (1.0, 2.0)
     """
     ready, params = [loss], list(params)
-    asks_first = type(optimizer).__module__.startswith(("torch.optim.", "l2lopt."))
+    ours = type(optimizer).__module__.startswith(("torch.optim.", "l2lopt."))
+    asks_first = ours or _unchanged.get(optimizer, 0) >= TRUSTED
     before = [] if asks_first else [(param.detach().clone(), _copy(param.grad)) for param in params]
 
     def closure() -> Tensor:
         if ready:
             first = ready.pop()
             pairs = zip(params, before, strict=True)
-            if asks_first or all(_same(param, old) and _same(param.grad, grad) for param, (old, grad) in pairs):
+            if asks_first:
                 return first
+            if all(_same(param, old) and _same(param.grad, grad) for param, (old, grad) in pairs):
+                _unchanged[optimizer] = _unchanged.get(optimizer, 0) + 1
+                return first
+            _unchanged[optimizer] = -math.inf
         return evaluate()
 
     return closure

@@ -84,7 +84,9 @@ def check(where: str, table: Any, path: str = "", depth: int = 0) -> None:
         raise UserError(where_, expected="a finite number", found=str(table), remedy="change the value")
     if isinstance(table, str) and any("\ud800" <= c <= "\udfff" for c in table):
         raise UserError(where_, expected="a text in UTF-8", found=ascii(table), remedy="change the value")
-    if isinstance(table, PurePath) or type(table).__module__ == "numpy":  # without importing it
+    # NumPy's, which is not imported for it; its float64 and its text are Python's as well.
+    is_numpys = type(table).__module__ == "numpy" and not isinstance(table, float | str)
+    if isinstance(table, PurePath) or is_numpys:
         remedy = f"write {'str' if isinstance(table, PurePath) else 'int, float or list'}(…)"
         raise UserError(where_, expected="a plain value", found=repr(table), remedy=remedy)
     if isinstance(table, Mapping):

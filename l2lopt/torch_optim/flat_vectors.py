@@ -15,6 +15,7 @@ from l2lopt.core.types import OptimiserState
 from l2lopt.optimisers import Optimiser
 from l2lopt.torch_optim import sharding
 from l2lopt.torch_optim.blocks import Block, blocks_of, update_in_blocks_
+from l2lopt.torch_optim.options import warn_of_end
 from l2lopt.torch_optim.state_check import OBSOLETE
 from l2lopt.torch_optim.state_parts import AXES, arrays_of, shared_or_initial, with_arrays
 
@@ -150,6 +151,8 @@ class FlatVector:
             # or the past would be counted once for each of them.
             shared = {**shared, "skipped": before + shards.total(shared["skipped"] - before)}
         _store(shared, state.shared)
+        if not prefix:
+            warn_of_end(shared)
         return update
 
     def _join(self, rule: Optimiser, prefix: str, dtype: torch.dtype, like: Tensor) -> OptimiserState:

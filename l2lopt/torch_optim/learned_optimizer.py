@@ -266,7 +266,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
             return weights
         if not isinstance(weights, Optimiser | Mapping | str | Path):
             expected = "a name, a file, a choice or an optimiser"
-            remedy = f"use {files.list_weights()[0]!r}, for instance"
+            remedy = "a rate goes to lr=" if isinstance(weights, float | int) else "use 'lstm', for instance"
             raise UserError("LearnedOptimizer: weights", expected=expected, found=repr(weights), remedy=remedy)
         rated = {*optimisers.HAND_DESIGNED} - {*optimisers.UNTUNED}
         if isinstance(weights, str) and weights in rated and not Path(weights).exists():

@@ -31,6 +31,8 @@ _COUNTS = {
     "fan_in": "give the number of inputs",
 }
 """Options that are whole numbers → what to do where one is not."""
+LARGE = 1e-3
+"""Weight decay a step from which it is probably AdamW's that was meant."""
 SMALL = 0.01
 """Factor of the update below which it is probably a rate that was meant."""
 
@@ -67,7 +69,8 @@ def with_plain_numbers(group: Mapping[str, Any]) -> dict[str, Any]:
     def plain(value: Any) -> Any:
         if isinstance(value, np.generic):
             return value.item()
-        return [plain(one) for one in value] if isinstance(value, list | tuple) else value
+        some = isinstance(value, list | tuple) and any(isinstance(one, np.generic) for one in value)
+        return [plain(one) for one in value] if some else value
 
     return {name: value if name == "params" else plain(value) for name, value in group.items()}
 
@@ -81,19 +84,39 @@ def refuse_torchs(options: Mapping[str, Any]) -> None:
 
 
 def warn_of_small_factors(groups: Sequence[Mapping[str, Any]], rules: Mapping[str, Optimiser]) -> None:
-    """Logs one warning where `lr` looks like a rate: it multiplies the step of a rule that has a size of its own.
+    """Logs a warning each, once, where `lr` or `weight_decay` look like those of an optimiser with a rate.
+
+    The one multiplies the step of a rule that has a size of its own, the other is a share of the weights at each step.
 
     Args:
         groups: Parameter groups.
         rules: Rules by hash.
     """
-    for group in groups:
-        rule = rules[group["weights"]]
-        sized = rule.phi() or (rule.description or {}).get("name") in UNTUNED
-        if sized and 0 < float(group["lr"]) < SMALL:
-            text = "lr=%g makes every step of the rule that much smaller: it is a factor, 1 by default, and not a rate"
-            logging.getLogger("l2lopt").warning(text, float(group["lr"]))
-            return
+    log = logging.getLogger("l2lopt")
+    kinds = [(rules[group["weights"]], group) for group in groups]
+    sized = [group for rule, group in kinds if rule.phi() or (rule.description or {}).get("name") in UNTUNED]
+    rates = [float(group["lr"]) for group in sized if 0 < float(group["lr"]) < SMALL]
+    decays = [found for group in sized if (found := float(group["lr"]) * float(group["weight_decay"])) >= LARGE]
+    if rates:
+        text = "lr=%g makes every step of the rule that much smaller: it is a factor, 1 by default, and not a rate"
+        log.warning(text, rates[0])
+    if decays:
+        text = "weight_decay takes %g of every weight at each step: of AdamW it is multiplied by a small rate"
+        log.warning(text, decays[0])
+
+
+def warn_of_end(shared: Mapping[str, Tensor]) -> None:
+    """Logs a warning at the first step after the last one that a rule was told.
+
+    Args:
+        shared: State that all coordinates share.
+    """
+    if "total_steps" not in shared or "step" not in shared:
+        return
+    total = int(shared["total_steps"])
+    if total > 0 and int(shared["step"]) == total + 1:
+        text = "the run was to end after %d steps, and updates are 0 from now on: steps counts calls of step()"
+        logging.getLogger("l2lopt").warning(text, total)
 
 
 def steps_of(group: Mapping[str, Any], saved: Mapping[str, Any]) -> int | None:
@@ -141,7 +164,7 @@ def check_group(group: Any) -> None:
 def check_rate(rule: Optimiser) -> None:
     """Refuses a rule with a rate for each of several runs side by side: this is one run."""
     rate = getattr(rule, "lr", None)
-    if isinstance(rate, Tensor) and rate.dim():
+    if isinstance(rate, Tensor) and rate.dim() and not isinstance(rate, nn.Parameter):  # which a rule may learn
         found, remedy = f"a tensor of shape {list(rate.shape)}", "give a number"
         raise UserError("LearnedOptimizer: weights", expected="a rule with one rate", found=found, remedy=remedy)
 

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from l2lopt.core.errors import UserError
@@ -108,9 +107,9 @@ def _check_average(optimisee: Optimisee) -> None:
     """Refuses averages of a model with batch norm, whose running statistics are those of the last parameters."""
     parts = optimisee.module_parts()
     layers = () if parts is None else parts.module.modules()
-    if any(isinstance(layer, _BatchNorm) and layer.running_mean is not None for layer in layers):
+    if any(getattr(layer, "running_mean", None) is not None for layer in layers):
         expected, remedy = "a model without running statistics", "leave it out, or take another norm"
-        raise UserError("train.average", expected=expected, found="batch norm", remedy=remedy)
+        raise UserError("train.average", expected=expected, found="batch norm, or its like", remedy=remedy)
 
 
 class _Training:

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import nullcontext
+from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -59,7 +60,10 @@ def find(weights: str | Path) -> Path:
     """
     if isinstance(weights, str) and weights in list_weights():
         return HOME / f"{weights}.safetensors"
-    remedy = f"give a file that l2lopt meta-train has written, or one of {', '.join(list_weights())}"
+    known, asked = [*list_weights(), *optimisers.UNTUNED], str(weights).lower().replace("_", "-")
+    near = ["normalised-muon"] if asked == "harness" else get_close_matches(asked, known, n=1)
+    near = [name for name in near if name != str(weights)]
+    remedy = f"did you mean {near[0]!r}?" if near else f"give a file of l2lopt meta-train, or one of {', '.join(known)}"
     return existing(Path(weights), "a learned optimiser", remedy)
 
 

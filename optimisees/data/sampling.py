@@ -102,6 +102,5 @@ def _drawn(count: int, seed: int) -> Tensor:
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
 
 
-_KEPT = {limit: lru_cache(maxsize)(_drawn) for limit, maxsize in ((100_000, 256), (1_000_000, 32), (math.inf, 4))}
-"""Largest number of samples → the function that draws their order and keeps some: some 200 MB at most, but for the
-last, which a run needs."""
+_KEPT = {limit: lru_cache(maxsize)(_drawn) for limit, maxsize in ((100_000, 256), (1_000_000, 64), (math.inf, 48))}
+"""Largest number of samples → the function that draws their order and keeps some: 20 runs side by side need 40."""

@@ -295,7 +295,9 @@ class LanguageModel(Optimisee):
         states = dict[str, Tensor]()
         for number, (cell, size) in enumerate(zip(self._made, self.sizes, strict=False)):
             x = torch.zeros(size, columns, dtype=self.dtype, device=self.device)
-            states |= {f"{number}.{name}": value.mT.contiguous() for name, value in cell.initial_state(x).items()}
+            states |= {
+                f"{number}.{name}": value.detach().mT.contiguous() for name, value in cell.initial_state(x).items()
+            }
         return states
 
     def _run(self, params: Params, x: Tensor, states: Aux, masks: Params) -> tuple[Tensor, StackState]:

@@ -15,7 +15,7 @@ from l2lopt.evaluation import comparison, tuned_runs
 from l2lopt.evaluation.free_runs import run_free
 from l2lopt.evaluation.settings import Baseline, EvaluationSettings
 from l2lopt.evaluation.torch_classes import torch_class
-from l2lopt.optimisers import SGD, Scheduled
+from l2lopt.optimisers import SGD, Scheduled, closures
 from l2lopt.optimisers.rates import Rate
 
 HERE = __name__
@@ -391,3 +391,28 @@ def test_a_class_that_cannot_step_is_refused_before_any_run(quadratic, monkeypat
     message = "optimiser 'torch.optim:SparseAdam': expected one that can step, found SparseAdam does not support dense"
     with pytest.raises(UserError, match=message):
         comparison.evaluate({}, quadratic, settings(refused))
+
+
+def _before(closure):
+    """The copies that a closure compares with."""
+    cells = (cell.cell_contents for cell in closure.__closure__)
+    return dict(zip(closure.__code__.co_freevars, cells, strict=True))["before"]
+
+
+def test_a_class_that_asks_first_is_trusted_after_three_steps():
+    """Copies of parameters and gradients would count as its time."""
+    weight = torch.ones(3, requires_grad=True)
+    mine = type("Mine", (torch.optim.SGD,), {"__module__": "another.package"})
+    for kind, expected in ((mine, [True] * 3 + [False] * 2), (torch.optim.SGD, [False] * 5), (Sharp, [True] * 5)):
+        optimizer, copied = kind([weight], lr=0.1), []
+
+        def again():
+            weight.grad = torch.ones(3)
+            return torch.zeros(())
+
+        for _ in range(5):
+            again()
+            closure = closures.closure_of(optimizer, [weight], torch.ones(()), again)
+            copied.append(bool(_before(closure)))
+            optimizer.step(closure)
+        assert copied == expected

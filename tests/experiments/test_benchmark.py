@@ -202,6 +202,7 @@ QUADRATIC = {"q": {"name": "quadratic", "size": 3}}
         ({"optimisers": {"adam": "adam"}}, "optimiser 'adam': expected a table, found 'adam'"),
         ({"tasks": {"m": torch.nn.Linear(2, 2)}}, "task 'm': expected an Optimisee, or the choice of one"),
         ({"tasks": {}}, "tasks: expected at least one"),
+        ({"tasks": ["quadratic"]}, "tasks: expected a name for each, found a list"),
         ({"steps": 0}, "steps: expected at least 1, found 0"),
         ({"jobs": 0}, "jobs: expected at least 1, found 0"),
         (

@@ -2,6 +2,7 @@
 
 import tomllib
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -202,3 +203,12 @@ def test_a_change_begins_at_the_default_or_at_the_task_that_is_named():
     assert nested.unroll.estimator == {"name": UnrollSettings().estimator, "block": 8}
     assert nested.optimiser == {"name": "coordinatewise", "hidden_size": 3}
     assert configs.load({"optimisee": "quadratic"}, ["meta.imitation.runs=3"]).meta.imitation.runs == 3
+
+
+def test_numbers_of_numpy_that_are_pythons_are_taken():
+    """As of a sweep over `np.logspace`; whole ones, which no file could say, are refused in one line."""
+    rate = np.logspace(-2, -1, 2)[0]
+    config = configs.load({"optimisee": "quadratic", "optimiser": {"name": "sgd", "lr": rate}}, kind=TrainConfig)
+    assert config.optimiser["lr"] == 0.01
+    with pytest.raises(UserError, match=r"optimisee\.size: expected a plain value, found .*3"):
+        configs.load({"optimisee": {"name": "quadratic", "size": np.int64(3)}})

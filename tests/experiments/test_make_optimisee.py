@@ -1,7 +1,7 @@
 """Optimisees from a model, a loss and samples: the samples are the caller's, mistakes end in one line."""
 
 from collections import namedtuple
-from functools import partial
+from functools import partial, wraps
 
 import laws
 import numpy as np
@@ -137,6 +137,26 @@ def test_statistics_that_each_pass_moves_are_no_random_numbers():
     assert len(task.init(0)[0]) == 6
 
 
+def test_a_decorator_may_give_the_factory_its_arguments():
+    @wraps(nn.Linear)
+    def configured(*args):
+        return nn.Linear(*(args or (3, 2)))
+
+    assert len(made(model=configured).init(0)[0]) == 2
+
+
+def test_a_buffer_that_is_expanded_stays():
+    class Weighted(nn.Linear):
+        def __init__(self):
+            super().__init__(3, 2)
+            self.register_buffer("factor", torch.ones(1).expand(2))
+
+        def forward(self, x):
+            return super().forward(x) * self.factor
+
+    assert made(model=Weighted).init(0)[1]["factor"].shape == (2,)
+
+
 class Augmented(Numbers):
     def __getitem__(self, index):
         return INPUTS[index] + torch.rand(3), TARGETS[index]
@@ -270,6 +290,7 @@ def test_models_that_are_no_models_are_refused(model, message):
             lambda outputs, targets: nn.functional.cross_entropy(outputs, targets.int()),
             r"loss\(model\(inputs\), targets\): expected a batch that goes through, found",
         ),
+        (nn.CrossEntropyLoss, r"found the class CrossEntropyLoss; write CrossEntropyLoss\(\)"),
         (lambda outputs, targets: targets.float().mean(), "found one that does not depend on the parameters"),
     ],
 )

@@ -206,6 +206,52 @@ def test_a_factor_that_looks_like_a_rate_is_warned_of_once(weights, lr, count, c
 
 
 @pytest.mark.parametrize(
+    ("weights", "decay", "count"),
+    [("lstm", 0.1, 1), ("normalised-muon", 0.01, 1), ("lstm", 1e-5, 0), ({"name": "adam", "lr": 1.0}, 0.1, 0)],
+)
+def test_a_weight_decay_that_was_meant_for_adamw_is_warned_of(weights, decay, count, caplog):
+    """Of AdamW it is multiplied by the rate; here it is a share of the weights at each step."""
+    LearnedOptimizer(nn.Linear(3, 2), weights, weight_decay=decay, steps=9)
+    told = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(told) == count
+    assert all(f"weight_decay takes {decay:g} of every weight at each step" in text for text in told)
+
+
+@pytest.mark.parametrize("weights", ["normalised-muon", "lstm"])
+def test_the_first_step_after_the_last_is_told_once(weights, caplog):
+    """Epochs in place of steps, for instance, would train next to nothing without a word."""
+    model = nn.Linear(3, 2)
+    optimizer = LearnedOptimizer(model, weights, steps=4)
+    for step in range(7):
+        optimizer.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        told = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+        assert len(told) == int(step >= 4)
+    assert "the run was to end after 4 steps, and updates are 0 from now on" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("weights", "remedy"),
+    [
+        ("harness", "did you mean 'normalised-muon'?"),
+        ("normalized-muon", "did you mean 'normalised-muon'?"),
+        ("ihc_lstm", "did you mean 'ihc-lstm'?"),
+        ("LSTM", "did you mean 'lstm'?"),
+        (1e-3, "a rate goes to lr="),
+        (
+            "something",
+            "or one of coordinatewise-ihc-lstm, coordinatewise-lstm, ihc-lstm, lstm, dowg, normalised-adam, ",
+        ),
+    ],
+)
+def test_the_nearest_name_is_suggested(weights, remedy):
+    with pytest.raises(UserError) as caught:
+        LearnedOptimizer(nn.Linear(3, 2), weights)
+    assert remedy in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"lr": None}, "lr: expected a number, found None"),
