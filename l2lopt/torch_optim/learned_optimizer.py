@@ -153,7 +153,8 @@ class LearnedOptimizer(torch.optim.Optimizer):
         about = {"state_dtype": state_dtype, "steps": steps, "kind": kind, "split": split, "fan_in": fan_in}
         self._clear_cache()
         if isinstance(params, nn.Module):
-            asked = {name for name, value in (("kind", kind), ("split", split)) if value is not None}
+            given = ("kind", kind), ("split", split), ("fan_in", fan_in)
+            asked = {name for name, value in given if value is not None}
             found = parameter_groups(params)
             if not found[0]["params"]:
                 remedy = "set requires_grad of what is to be trained"

@@ -42,23 +42,32 @@ def parameter_groups(module: nn.Module, *, by_role: bool = False) -> list[dict[s
     """
     trainable = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
     check_parameters(trainable)
-    known = roles_in(module)
+    known, transposed = roles_in(module), _fan_ins_of_transposed(module)
     if not by_role:
-        return [
-            {
-                "params": trainable,
-                "kind": [known[name].kind for name, _ in trainable],
-                "split": [known[name].split for name, _ in trainable],
-            }
-        ]
+        group: dict[str, Any] = {
+            "params": trainable,
+            "kind": [known[name].kind for name, _ in trainable],
+            "split": [known[name].split for name, _ in trainable],
+        }
+        return [group | ({"fan_in": [transposed.get(name) for name, _ in trainable]} if transposed else {})]
     groups: dict[tuple[Role, int], list[nn.Parameter]] = {}
     fan_ins = Layout.of(dict(trainable)).fan_ins
     for (name, param), fan_in in zip(trainable, fan_ins, strict=True):
-        groups.setdefault((known[name], max(fan_in, 1)), []).append(param)
+        groups.setdefault((known[name], transposed.get(name, max(fan_in, 1))), []).append(param)
     return [
         {"params": params, "kind": role.kind, "split": role.split, "fan_in": fan_in}
         for (role, fan_in), params in groups.items()
     ]
+
+
+def _fan_ins_of_transposed(module: nn.Module) -> dict[str, int]:
+    """Name → fan-in of the parameters of layers whose weight has its inputs first: `Conv1D` of transformers' GPT-2."""
+    found = dict[str, int]()
+    for name, part in module.named_modules():
+        weight = getattr(part, "weight", None)
+        if type(part).__name__ == "Conv1D" and isinstance(weight, nn.Parameter) and weight.dim() == 2:
+            found |= {f"{name}.{own}".lstrip("."): len(weight) for own, _ in part.named_parameters(recurse=False)}
+    return found
 
 
 def inform(

@@ -168,6 +168,34 @@ def test_what_is_no_group_is_refused(group, message):
         optimizer.add_param_group(group)
 
 
+class Conv1D(nn.Module):
+    """As in GPT-2 of transformers: the inputs first."""
+
+    def __init__(self, outputs, inputs):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(normal(inputs, outputs).float()), nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, x):
+        return x @ self.weight + self.bias
+
+
+def test_a_layer_with_its_inputs_first_steps_as_its_transpose():
+    first, second = Conv1D(8, 32), torch.nn.Linear(32, 8)
+    second.load_state_dict({"weight": first.weight.detach().mT, "bias": first.bias.detach()})
+    for layer in (first, second):
+        optimizer = LearnedOptimizer(layer, steps=9)
+        for step in range(3):
+            optimizer.zero_grad()
+            layer(normal(4, 32).float().roll(step)).square().mean().backward()
+            optimizer.step()
+    torch.testing.assert_close(first.weight.mT, second.weight, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(first.bias, second.bias, rtol=1e-4, atol=1e-5)
+    named = torch.nn.Sequential(torch.nn.Linear(3, 32), first)
+    assert LearnedOptimizer(named).param_groups[0]["fan_in"] == [None, None, 32, 32]
+    assert LearnedOptimizer(named, fan_in=5).param_groups[0]["fan_in"] == 5
+    assert {group["fan_in"] for group in parameter_groups(named, by_role=True)} == {3, 32}
+
+
 def test_counts_of_numpy_are_taken_and_saved_as_pythons(tmp_path):
     counts = {"steps": np.int64(9), "split": np.int32(2), "fan_in": [np.int64(3)]}
     (group,) = LearnedOptimizer([("w", nn.Parameter(normal(6, 3)))], **counts).param_groups
