@@ -83,7 +83,7 @@ if not autodoc_mock_imports:
 
 # What a signature says that has no page: an alias of types, which autodoc names as it is written, and pydantic's word
 # for a setting that must be given.
-nitpick_ignore = [("py:class", "Rate"), ("py:class", "PydanticUndefined")]
+nitpick_ignore = [("py:class", "Rate"), ("py:class", "PydanticUndefined"), ("py:class", "P")]
 
 colab_repository = _PROJECT.get("urls", {}).get("Repository", "https://github.com/l2lopt/l2lopt")
 
