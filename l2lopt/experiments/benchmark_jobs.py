@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
@@ -18,12 +18,12 @@ from l2lopt.core.registry import Choice
 from l2lopt.core.types import Report, silent
 from l2lopt.evaluation import benchmark as protocol
 from l2lopt.evaluation.benchmark_result import TaskInfo, TaskRun, TaskSplit
-from l2lopt.evaluation.free_runs import Curves, RunCache
+from l2lopt.evaluation.free_runs import RunCache
 from l2lopt.evaluation.suites import Suite
 from l2lopt.evaluation.tuned_runs import Problems, check_baseline
 from l2lopt.experiments import run_facts
 from l2lopt.experiments.cost_forecast import format_duration
-from l2lopt.experiments.run_cache import FileCache
+from l2lopt.experiments.run_cache import FileCache, MissingRunError
 from l2lopt.optimisee import Optimisee
 from l2lopt.parallel import processes
 from l2lopt.parallel.jobs import load_result, run_jobs
@@ -179,21 +179,9 @@ def _problems(plan: Plan, job: Job, made: protocol.Entry, report: Report, only_c
     """The problems of a task, its runs cached by all that they depend on."""
     entrant = made.competitor if made.rule is None else made.rule
     stored = FileCache(plan.cache, run_facts.run_facts(_facts(plan, job.task), entrant))
-
-    def cached(work: Mapping[str, Any], make: Callable[[], Curves]) -> Curves:
-        return stored(work, _refuse)
-
-    run_cache: RunCache = cached if only_cached else stored
+    run_cache: RunCache = stored.read if only_cached else stored
     settings = protocol.settings_of(plan.suite, plan.tasks[job.task].steps)
     return protocol.with_one_form(made, Problems(made.optimisee, settings, SEED, report, run_cache))
-
-
-class _MissingError(Exception):
-    """A run that is not in the cache."""
-
-
-def _refuse() -> Curves:
-    raise _MissingError
 
 
 def _facts(plan: Plan, number: int) -> dict[str, Any]:
@@ -262,7 +250,7 @@ def _log_forecast(plan: Plan, times: Mapping[tuple[int, int], StepTime], jobs: i
             try:
                 _task_runs(plan, Job(task, number), silent, only_cached=True)
                 continue
-            except _MissingError:
+            except MissingRunError:
                 pass
         rows = protocol.rows_of(plan.suite.competitors[number], plan.suite)
         seconds += rows * plan.tasks[task].steps * time.side_by_side

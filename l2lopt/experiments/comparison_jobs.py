@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from l2lopt.evaluation.tuned_runs import OptimiserRun, Problems, check_baseline,
 from l2lopt.experiments import build, runs, study_labels
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import Config
-from l2lopt.experiments.run_cache import FileCache, file_digest, read_run, write_run
+from l2lopt.experiments.run_cache import FileCache, MissingRunError, file_digest, read_run, write_run
 from l2lopt.experiments.run_facts import FORMAT, code_of, problem_facts, run_facts, weights_of
 from l2lopt.optimisers import Optimiser
 from l2lopt.parallel import processes
@@ -177,13 +178,17 @@ def all_jobs(location: StudyLocation) -> Iterator[Job]:
             yield Job(number, index, None)
 
 
-def make_job(location: StudyLocation, job: Job, report: Report = silent) -> None:
+def make_job(location: StudyLocation, job: Job, report: Report = silent, only_cached: bool = False) -> None:
     """Writes the job's free runs, and before them the learned optimiser that runs, unless they are there already.
 
     Args:
         location: Study.
-        job: Job to make.
+        job: Job to make, with `only_cached` one without meta-training.
         report: Progress.
+        only_cached: Whether no run is made: those of the cache are put together.
+
+    Raises:
+        MissingRunError: With `only_cached`, where one is not in the cache.
     """
     # Rank 0 looks for all: ranks that saw different files would wait for one another in the work below.
     missing = processes.on_first(lambda: [run is None for run in cached_runs(location, job)])
@@ -211,8 +216,24 @@ def make_job(location: StudyLocation, job: Job, report: Report = silent) -> None
         for row, path, work, wanted in zip(rows, resolved.paths, resolved.work, missing, strict=True):
             if wanted:
                 cache = FileCache(location.cache or path.with_suffix(""), facts)
-                run = optimiser_run(row, Problems(optimisee, config.evaluation, study.seed, report, cache))
+                kept = cache.read if only_cached else cache
+                run = optimiser_run(row, Problems(optimisee, config.evaluation, study.seed, report, kept))
                 processes.on_first(partial(write_run, path, work, run))
+
+
+def collect_cached(location: StudyLocation, planned: Sequence[Job]) -> None:
+    """Makes the jobs whose runs are all in the cache that the study shares with others.
+
+    Args:
+        location: Study.
+        planned: Jobs; those with a meta-training are left out.
+    """
+    if location.cache is None:
+        return
+    for job in planned:
+        if job.meta_seed is None or location.study.optimisers[job.optimiser].optimiser is not None:
+            with suppress(MissingRunError):
+                make_job(location, job, only_cached=True)
 
 
 def resolve(location: StudyLocation, job: Job) -> ResolvedJob:

@@ -156,7 +156,9 @@ def _check_names(location: StudyLocation) -> None:
 
 
 def _forecast(location: StudyLocation, planned: Sequence[Job], jobs: int) -> None:
-    """Logs how long the jobs without a result will take."""
+    """Logs how long the jobs without a result will take, once those whose runs are all in the cache have theirs."""
+    if processes.ranks() == 1:  # several share out what is read, too, and this one is alone here
+        comparison_jobs.collect_cached(location, planned)
     missing = processes.on_first(lambda: [job for job in planned if None in comparison_jobs.cached_runs(location, job)])
     if not missing:
         return

@@ -30,6 +30,10 @@ _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, Runtime
 """The errors of reading a file that is absent or damaged: it is made anew."""
 
 
+class MissingRunError(Exception):
+    """A group of runs that is in no file."""
+
+
 class FileCache:
     """A `RunCache` of JSON files, one for each group of runs, named by a hash of what the runs depend on.
 
@@ -52,20 +56,42 @@ class FileCache:
 
     def __call__(self, work: Mapping[str, Any], make: Callable[[], Curves]) -> Curves:
         """The curves of a group: read where they are there, made and written where they are not."""
-        text = json.dumps({**self.work, **work}, sort_keys=True)
-        path = self.folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
         try:
-            stored = opened(json.loads(path.read_text(encoding="utf-8")))
+            return self.read(work)
+        except MissingRunError:
+            curves = make()
+        text = self._text(work)
+        rows = {split: losses.tolist() for split, losses in curves.losses.items()}
+        facts = {"steps": curves.steps, "losses": rows, "first": curves.first.tolist(), "seconds": curves.seconds}
+        made = {"work": text, **facts, **_precision(curves.first, *curves.losses.values())}
+        write_json(self._path(text), made, seal=True)
+        return curves
+
+    def read(self, work: Mapping[str, Any], make: Callable[[], Curves] | None = None) -> Curves:
+        """The curves of a group that was made before: a `RunCache` that makes none.
+
+        Args:
+            work: Facts that the group depends on, besides those of all groups.
+            make: What would make the group; it is not called.
+
+        Raises:
+            MissingRunError: Where there are none.
+        """
+        text = self._text(work)
+        try:
+            stored = opened(json.loads(self._path(text).read_text(encoding="utf-8")))
             # The name has a part of the hash only, so the file itself says what it was made from.
             if stored["work"] == text:
                 return _curves(stored, work.get("splits", ()))
         except _UNREADABLE:
             pass
-        curves = make()
-        rows = {split: losses.tolist() for split, losses in curves.losses.items()}
-        facts = {"steps": curves.steps, "losses": rows, "first": curves.first.tolist(), "seconds": curves.seconds}
-        write_json(path, {"work": text, **facts, **_precision(curves.first, *curves.losses.values())}, seal=True)
-        return curves
+        raise MissingRunError
+
+    def _text(self, work: Mapping[str, Any]) -> str:
+        return json.dumps({**self.work, **work}, sort_keys=True)
+
+    def _path(self, text: str) -> Path:
+        return self.folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
 
 def contestant_caches(

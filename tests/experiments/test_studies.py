@@ -379,6 +379,22 @@ def test_other_data_under_the_same_name_is_noticed(tmp_path, monkeypatch):
     assert table(tmp_path / "run") != first
 
 
+def test_what_the_cache_has_is_not_in_the_forecast(tmp_path, caplog, monkeypatch):
+    """Another study has made the runs of the rule and of one baseline: the other's alone are timed and made."""
+    ready = {**STUDY["optimisers"][0], "optimiser": "normalised-muon"}
+    study, settings = {**STUDY, "optimisers": [ready]}, CONFIG["evaluation"]
+    first = {**settings, "baselines": settings["baselines"][:1]}
+    source = written(tmp_path / "first", study, {**CONFIG, "evaluation": first})
+    comparison_study.reproduce(source, tmp_path / "first" / "run", cache=tmp_path / "cache")
+    forecast, timed = cost_forecast.forecast, []
+    monkeypatch.setattr(cost_forecast, "forecast", lambda planned: timed.extend(planned) or forecast(planned))
+    caplog.set_level("INFO", "l2lopt")
+    source = written(tmp_path / "second", study)
+    comparison_study.reproduce(source, tmp_path / "second" / "run", cache=tmp_path / "cache")
+    assert [run.baseline.name for run in timed] == ["adam"]
+    assert "1 of 3 pieces to make" in caplog.text
+
+
 def test_the_time_it_will_take_is_said_first(made, tmp_path, caplog):
     caplog.set_level("INFO", "l2lopt")
     source = written(tmp_path)
