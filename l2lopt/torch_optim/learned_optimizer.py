@@ -90,7 +90,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
     CUDA graphs are refused: the rules read the step count, and the fallback its checks, on the host.
 
     Args:
-        params: A module, whose trainable parameters these are (see `parameter_groups`); or tensors, (name, tensor)
+        params: A module, whose parameters these are (see `parameter_groups`); or tensors, (name, tensor)
             pairs, or groups of them as dicts, which may set any option below for their parameters; float32, bfloat16,
             float16 or float64.
         weights: Rule: a name in `list_weights()`, "normalised-muon", a file, a choice, or an optimiser. The default is
@@ -156,7 +156,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
             given = ("kind", kind), ("split", split), ("fan_in", fan_in)
             asked = {name for name, value in given if value is not None}
             found = parameter_groups(params)
-            if not found[0]["params"]:
+            if not any(param.requires_grad for _, param in found[0]["params"]):
                 remedy = "set requires_grad of what is to be trained"
                 raise UserError(
                     "LearnedOptimizer: params", expected="a parameter to train", found="none", remedy=remedy

@@ -16,7 +16,10 @@ Each: TypeAlias = Any
 
 
 def parameter_groups(module: nn.Module, *, by_role: bool = False) -> list[dict[str, Any]]:
-    """The trainable parameters of a module as one group, with the kind of each and the matrices stacked in it.
+    """The parameters of a module as one group, with the kind of each and the matrices stacked in it.
+
+    As those of `module.parameters()`, also the ones that are frozen now: as long as they have no gradient they neither
+    move nor take memory.
 
     `LearnedOptimizer(module, …)` asks for it. Ask for it yourself to set options of some parameters: a group may be cut
     in two, and its "kind" and "split" with it.
@@ -33,26 +36,26 @@ def parameter_groups(module: nn.Module, *, by_role: bool = False) -> list[dict[s
         2.bias vector
 
     Args:
-        module: Module to train.
+        module: Module to train, in whole or in part.
         by_role: Whether parameters of one kind, split and fan-in make a group each, without names and with single
             values as options: for `ZeroRedundancyOptimizer`, which shares a group's parameters out to the processes.
 
     Raises:
         UserError: A parameter is lazy: it has no shape before the module's first call.
     """
-    trainable = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
-    check_parameters(trainable)
+    named = list(module.named_parameters())
+    check_parameters(named)
     known, transposed = roles_in(module), _fan_ins_of_transposed(module)
     if not by_role:
         group: dict[str, Any] = {
-            "params": trainable,
-            "kind": [known[name].kind for name, _ in trainable],
-            "split": [known[name].split for name, _ in trainable],
+            "params": named,
+            "kind": [known[name].kind for name, _ in named],
+            "split": [known[name].split for name, _ in named],
         }
-        return [group | ({"fan_in": [transposed.get(name) for name, _ in trainable]} if transposed else {})]
+        return [group | ({"fan_in": [transposed.get(name) for name, _ in named]} if transposed else {})]
     groups: dict[tuple[Role, int], list[nn.Parameter]] = {}
-    fan_ins = Layout.of(dict(trainable)).fan_ins
-    for (name, param), fan_in in zip(trainable, fan_ins, strict=True):
+    fan_ins = Layout.of(dict(named)).fan_ins
+    for (name, param), fan_in in zip(named, fan_ins, strict=True):
         groups.setdefault((known[name], transposed.get(name, max(fan_in, 1))), []).append(param)
     return [
         {"params": params, "kind": role.kind, "split": role.split, "fan_in": fan_in}

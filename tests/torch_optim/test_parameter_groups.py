@@ -38,11 +38,43 @@ def parameters(model):
     return torch.cat([param.detach().ravel() for param in model.parameters()])
 
 
-def test_a_module_is_its_trainable_parameters_with_their_kinds():
+def test_a_module_is_its_parameters_with_their_kinds():
+    """Frozen ones among them, as in the `parameters()` that an optimiser of torch is given."""
     (group,) = LearnedOptimizer(model_of(), "normalised-muon").param_groups
-    assert group["param_names"] == ["0.weight", "1.weight", "3.weight", "3.bias"]
-    assert group["kind"] == ["embedding", "matrix", "head", "vector"]
-    assert roles_of(group) == (Role("embedding"), Role("matrix"), Role("head"), Role("vector"))
+    assert group["param_names"] == ["0.weight", "1.weight", "1.bias", "3.weight", "3.bias"]
+    assert group["kind"] == ["embedding", "matrix", "vector", "head", "vector"]
+    assert roles_of(group) == tuple(map(Role, group["kind"]))
+
+
+@pytest.mark.parametrize("weights", ["normalised-muon", "lstm", {"name": "adam", "lr": 0.1}], ids=str)
+def test_a_layer_that_is_unfrozen_later_is_trained_from_then_on(weights):
+    """With a state of its own, which a checkpoint between the steps has as well."""
+    model = model_of()
+    model[1].requires_grad_(False)
+    optimizer = LearnedOptimizer(model, weights, steps=6)
+    before = model[1].weight.detach().clone()
+    descend(model, optimizer, range(3))
+    assert model[1].weight.equal(before)
+    assert model[1].weight not in optimizer.state
+    model[1].requires_grad_(True)
+    descend(model, optimizer, [3])
+    again = deepcopy(model)
+    other = LearnedOptimizer(again, weights, steps=6)
+    other.load_state_dict(deepcopy(optimizer.state_dict()))
+    descend(model, optimizer, [4, 5])
+    descend(again, other, [4, 5])
+    assert not model[1].weight.equal(before)
+    assert parameters(model).equal(parameters(again))
+
+
+def test_frozen_numbers_of_another_kind_are_taken():
+    """As the integers of a quantised layer beside trained adapters."""
+    model = torch.nn.Linear(4, 4)
+    model.scales = torch.nn.Parameter(torch.ones(4, 4, dtype=torch.int8), requires_grad=False)
+    optimizer = LearnedOptimizer(model, steps=2)
+    model(torch.ones(2, 4)).square().sum().backward()
+    optimizer.step()
+    assert model.scales.equal(torch.ones(4, 4, dtype=torch.int8))
 
 
 def test_the_steps_are_those_of_the_rule_with_the_modules_kinds():
