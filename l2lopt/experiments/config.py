@@ -215,9 +215,12 @@ def meta_training_config(folder: Path, changes: Sequence[str]) -> Config:
     """The config of a run of meta-training, with changes made to it.
 
     Raises:
-        UserError: For a folder without one, or a mistake in the changes.
+        UserError: For a folder without one, that of a run of training, or a mistake in the changes.
     """
-    path = existing(folder / "config.toml", "a run's config", "give a folder that l2lopt meta-train has left")
+    remedy = "give a folder that l2lopt meta-train has left"
+    path = existing(folder / "config.toml", "a run's config", remedy)
+    if training_config(folder) is not None:
+        raise UserError(str(folder), expected="a run of meta-training", found="one of training", remedy=remedy)
     return load(path, changes)
 
 

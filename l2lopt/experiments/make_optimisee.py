@@ -94,8 +94,9 @@ def make_optimisee(
     try:
         options: dict[str, Any] = {"metrics": metrics, "augment": augment, "evaluation_samples": evaluation_samples}
         optimisee = ModuleOptimisee(model, loss, data, batch_size, heldout, device, **options)
+        if augment is not None:
+            _check_augment(optimisee)
         _check_loss(where, _first_loss(optimisee))
-        _check_augment(optimisee)
         where = "metrics, and the loss on test samples"
         _first_evaluation(optimisee)
     except UserError:
@@ -106,8 +107,19 @@ def make_optimisee(
 
 
 def _check_augment(optimisee: ModuleOptimisee) -> None:
-    """Refuses augmentation that draws from other generators than its own: optimisers would meet different batches."""
-    first, again = (optimisee.batch("train", 0, 0)["inputs"] for _ in range(2))
+    """Refuses augmentation that gives no inputs, or draws from other generators than its own.
+
+    With those, optimisers would meet different batches.
+    """
+    try:
+        first, again = (optimisee.batch("train", 0, 0)["inputs"] for _ in range(2))
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+        expected, remedy = "inputs that it can change", "check augment(inputs, generator)"
+        raise UserError("augment", expected=expected, found=str(error), remedy=remedy) from error
+    if not isinstance(first, Tensor) or len(first) != optimisee.batch_size:
+        found = f"a tensor of shape {tuple(first.shape)}" if isinstance(first, Tensor) else f"a {type(first).__name__}"
+        expected, remedy = f"a tensor of {optimisee.batch_size} inputs", "return the inputs alone, one for each given"
+        raise UserError("augment", expected=expected, found=found, remedy=remedy)
     if not _same(first, again):
         expected, remedy = "equal samples of equal generators", "draw from the generator that it is given, alone"
         raise UserError("augment", expected=expected, found="others the second time", remedy=remedy)

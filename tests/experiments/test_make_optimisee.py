@@ -120,6 +120,19 @@ def test_augmentation_by_other_generators_is_refused():
         made(augment=lambda inputs, generator: inputs + torch.randn_like(inputs))
 
 
+@pytest.mark.parametrize(
+    ("augment", "found"),
+    [
+        (lambda inputs, generator: (inputs, generator), "a tensor of 4 inputs, found a tuple; return the inputs alone"),
+        (lambda inputs, generator: inputs[:1], r"a tensor of 4 inputs, found a tensor of shape \(1, .*\)"),
+        (lambda inputs: inputs, r"inputs that it can change, found .*takes 1 positional argument.*; check augment\("),
+    ],
+)
+def test_augmentation_that_gives_no_inputs_is_refused(augment, found):
+    with pytest.raises(UserError, match=f"augment: expected {found}"):
+        made(augment=augment, batch_size=4)
+
+
 def test_what_becomes_of_the_callers_samples_does_not_matter():
     inputs, targets = INPUTS.clone().numpy(), TARGETS.clone()
     task = made((inputs, targets), (inputs, targets))

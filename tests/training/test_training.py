@@ -98,6 +98,13 @@ def test_other_weights_or_another_config_are_refused_on_resuming(tmp_path):
         l2lopt.train(settings, "run", changes=["train.clip=0.25"], resume=True)
 
 
+@pytest.mark.usefixtures("_without_figures")
+def test_a_run_of_training_is_no_run_of_meta_training(tmp_path):
+    l2lopt.train(config(steps=2, checkpoint_every=1, evaluate_every=1), tmp_path / "run")
+    with pytest.raises(UserError, match=r"run: expected a run of meta-training, found one of training; give a folder"):
+        l2lopt.evaluate(tmp_path / "run")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["torch.optim.LBFGS", "weights"])
 def test_real_kills(tmp_path, name):
