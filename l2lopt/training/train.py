@@ -1,5 +1,6 @@
 """Training: one optimisee to the end, by any `torch.optim.Optimizer`."""
 
+import logging
 import math
 import time
 from collections.abc import Mapping
@@ -18,10 +19,13 @@ from l2lopt.optimisers.closures import closure_of
 from l2lopt.optimisers.schedules import set_mode, set_rates
 from l2lopt.storage.checkpoint import Checkpoint, NoCheckpoint, fitting, pack, restoring, unpack
 from l2lopt.storage.run_log import NoRecords, Recorder
+from l2lopt.torch_optim.learned_optimizer import LearnedOptimizer
 from l2lopt.torch_optim.parameter_groups import inform
 from l2lopt.torch_optim.registry import OptimizerFactory
 from l2lopt.torch_optim.state_dict import restore
 from l2lopt.training.settings import TrainSettings as TrainSettings
+
+_log = logging.getLogger("l2lopt")
 
 
 class Trained(NamedTuple):
@@ -112,6 +116,14 @@ def _check_average(optimisee: Optimisee) -> None:
         raise UserError("train.average", expected=expected, found="batch norm, or its like", remedy=remedy)
 
 
+def _warn_of_two_schedules(optimizer: torch.optim.Optimizer, settings: TrainSettings) -> None:
+    """Logs a warning where the run's schedule multiplies that of a rule which has its own."""
+    rules = optimizer.rules.values() if isinstance(optimizer, LearnedOptimizer) else ()
+    if (settings.schedule != "constant" or settings.warm_up) and any(rule.knows_end for rule in rules):
+        advice = 'set train.schedule = "constant" and train.warm_up = 0'
+        _log.warning("the rule has a warm-up and a fall to 0 of its own, which the run's multiply: %s", advice)
+
+
 class _Training:
     """The state of training between two steps, and what is done with it.
 
@@ -140,6 +152,7 @@ class _Training:
         self.steps = self._end_of_epoch(settings.epochs) if settings.epochs else settings.steps
         self._epoch = 1
         inform(self.optimizer, steps=self.steps, known=optimisee.roles())
+        _warn_of_two_schedules(self.optimizer, settings)
         self.steps_made, self.averaged = 0, 0
         self.diverged: int | None = None
         self.watched: list[dict[str, float]] = []

@@ -105,6 +105,15 @@ def test_a_run_of_training_is_no_run_of_meta_training(tmp_path):
         l2lopt.evaluate(tmp_path / "run")
 
 
+@pytest.mark.parametrize("schedule", [{"schedule": "cosine"}, {"warm_up": 1}, {}], ids=str)
+@pytest.mark.parametrize("rule", ["normalised-muon", {"name": "adam", "lr": 0.1}], ids=str)
+def test_two_schedules_are_told(caplog, schedule, rule):
+    """A rule that knows its end has its own; a hand-designed one has none."""
+    task = optimisees.make("quadratic", size=3)
+    training.train(task, partial(l2lopt.LearnedOptimizer, weights=rule), TrainSettings(steps=2, **schedule))
+    assert ("a warm-up and a fall to 0 of its own" in caplog.text) == (bool(schedule) and rule == "normalised-muon")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["torch.optim.LBFGS", "weights"])
 def test_real_kills(tmp_path, name):
