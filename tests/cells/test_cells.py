@@ -341,6 +341,20 @@ def test_what_an_lstm_remembers_is_bounded_also_where_f_is_above_1_minus_i(f):
     assert (state["c"].abs() > a.abs()).all() == (f > 1 - 0.9)
 
 
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_a_grus_state_is_bounded_by_its_first_one_and_1(scale):
+    """Its update gate couples what is kept and what is taken: a mean of h and a tanh, with weights that sum to 1."""
+    cell = seeded(cells.make("gru", 3, 4))
+    with torch.no_grad():
+        for value in cell.parameters():
+            value.mul_(scale)
+    state = {"h": 3 * normal(4, 5, seed=1)}
+    bound = state["h"].abs().clamp(min=1)
+    for step in range(50):
+        _, state = cell(scale * normal(3, 5, seed=step), state)
+        assert (state["h"].abs() <= bound * (1 + 1e-12)).all()
+
+
 def test_what_an_lstm_remembers_is_the_leaky_form_where_f_is_1_minus_i():
     """Eq. 20 is eq. 8 with i as ξ only there."""
     cell = constant_lstm(0.1)[0]
