@@ -72,6 +72,31 @@ class _Course(NamedTuple):
     backend: Backend
 
 
+class _Progress:
+    """The progress of a run: at each reading, and between two of them once a second at most.
+
+    A step takes some microseconds or a minute, and between the last two readings are most of the steps.
+    """
+
+    def __init__(self, course: _Course) -> None:
+        self.course, self.last, self.figures = course, max(course.record), dict[str, float]()
+        self.told = time.monotonic()
+
+    def read(self, step: int, losses: Mapping[Split, Sequence[Tensor]]) -> None:
+        """Tells the losses of a reading, means over the runs."""
+        self.figures = {split: float(values[-1].mean()) for split, values in losses.items()}
+        self.tell(step)
+
+    def stepped(self, step: int) -> None:
+        """Tells a step, with the losses of the last reading."""
+        if time.monotonic() - self.told >= 1:
+            self.tell(step)
+
+    def tell(self, step: int) -> None:
+        self.told = time.monotonic()
+        self.course.report(self.course.stage, step, self.last, self.figures)
+
+
 def no_cache(work: Mapping[str, Any], make: Callable[[], Curves]) -> Curves:
     """The `RunCache` that stores nothing."""
     return make()
@@ -134,7 +159,7 @@ def run_free(
 
 def _side_by_side(optimiser: Optimiser, optimisee: Optimisee, seeds: Sequence[int], course: _Course) -> Curves:
     """The runs of an optimiser of ours, all rows in one vectorised pass."""
-    last, splits = max(course.record), course.splits
+    splits = course.splits
     layout, params, aux = init_rows(optimisee, seeds)
     loss, batches = flat_loss(optimisee, layout), BatchesOfRows(optimisee, course.fit, seeds)
     carry = Carry(params, aux, optimiser.init(layout, (len(seeds),), like=params, total_steps=course.total_steps))
@@ -142,6 +167,7 @@ def _side_by_side(optimiser: Optimiser, optimisee: Optimisee, seeds: Sequence[in
     losses: dict[Split, list[Tensor]] = {split: [] for split in splits}
     marks, step, values = sorted(set(course.record)), 0, params.new_zeros(len(seeds))
     seconds = reading = 0.0
+    progress = _Progress(course)
     first, nothing = params.new_full((len(seeds),), torch.inf), params.new_full((len(seeds),), torch.nan)
     lost = False
     for mark in marks:
@@ -154,12 +180,13 @@ def _side_by_side(optimiser: Optimiser, optimisee: Optimisee, seeds: Sequence[in
             first = values if step == 0 else first
             step += count
             lost = _lost(values, carry.params)
+            progress.stepped(step)
         start = time.perf_counter()
         for split in splits:
             found = nothing if lost else evaluate_rows(optimisee, layout, split, seeds, carry.params, carry.aux)
             losses[split].append(found)
         reading += _since(start, carry.params)
-        course.report(course.stage, mark, last, {split: float(losses[split][-1].mean()) for split in splits})
+        progress.read(mark, losses)
     taken = {split: torch.stack(values).cpu() for split, values in losses.items()}
     made = max(1, step * len(seeds))
     return Curves(marks, taken, first.cpu(), seconds / made, reading / made)
@@ -188,6 +215,7 @@ def _one_by_one(factory: OptimizerFactory, optimisee: Optimisee, seed: int, cour
     losses: dict[Split, list[Tensor]] = {split: [] for split in splits}
     marks, seconds, reading, steps, lost = set(course.record), 0.0, 0.0, 0, False
     value = first = next(iter(params.values())).new_full((), torch.inf)
+    progress = _Progress(course)
     for step in range(last + 1):
         flat = layout.ravel(params).detach()
         lost = lost or (step > 0 and _lost(value[None], flat))
@@ -199,7 +227,7 @@ def _one_by_one(factory: OptimizerFactory, optimisee: Optimisee, seed: int, cour
                 nothing = flat.new_full((1,), torch.nan)
                 losses[split].append(nothing if lost else evaluate_rows(optimisee, layout, split, [seed], flat, rows))
             reading += _since(start, flat)
-            course.report(course.stage, step, last, {split: float(losses[split][-1]) for split in splits})
+            progress.read(step, losses)
         if step < last and not lost:
             start = time.perf_counter()
             for optimizer in optimizers:
@@ -208,6 +236,7 @@ def _one_by_one(factory: OptimizerFactory, optimisee: Optimisee, seed: int, cour
             first = value if step == 0 else first
             seconds += _since(start, flat)
             steps += 1
+            progress.stepped(step + 1)
     taken = {split: torch.stack(values).cpu() for split, values in losses.items()}
     return Curves(sorted(marks), taken, first[None].cpu(), seconds / max(1, steps), reading / max(1, steps))
 

@@ -1,5 +1,6 @@
 """Evaluation: paired problems, tuned baselines, honest intervals."""
 
+import itertools
 import math
 from typing import ClassVar
 
@@ -421,3 +422,21 @@ def test_a_schedule_of_its_own_ends_at_the_horizon():
     assert (built.shape, built.warm_up, built.total, built.optimiser.lr) == ("linear", 2, 40, 0.1)
     constant = Baseline(optimiser={**choice, "total": 7}, rates=[0.1]).build(0.1, 40)
     assert (constant.warm_up, constant.total) == (0, 7)
+
+
+@pytest.mark.parametrize("optimiser", [SGD(0.1), lambda params: torch.optim.SGD([p for _, p in params], lr=0.1)])
+def test_progress_is_told_between_two_readings_once_a_second(quadratic, optimiser, monkeypatch):
+    """By a clock of which a step takes four tenths of a second: a run may take hours, and is read seldom."""
+    ticks = itertools.count()
+    monkeypatch.setattr(free_runs.time, "monotonic", lambda: 0.2 * next(ticks))
+    told = []
+    curves = run_free(optimiser, quadratic, [0], [0, 40], report=lambda *args: told.append(args))
+    between = [(done, figures) for _, done, total, figures in told if done < total]
+    assert len(between) > 5
+    assert all(figures["train"] == float(curves.losses["train"][0]) for _, figures in between)
+    assert [done for done, _ in between] == sorted({done for done, _ in between})
+    assert told[-1][1:] == (40, 40, {split: float(values[-1]) for split, values in curves.losses.items()})
+    monkeypatch.setattr(free_runs.time, "monotonic", lambda: 0.0)
+    told.clear()
+    run_free(optimiser, quadratic, [0], [0, 40], report=lambda *args: told.append(args))
+    assert [done for _, done, _, _ in told] == [0, 40]
