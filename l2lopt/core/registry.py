@@ -173,9 +173,11 @@ def checked_kind(kind: str, choice: Choice, made: Any, wanted: type[Any]) -> Any
         UserError: For an object of another class.
     """
     if not isinstance(made, wanted):
-        name = choice if isinstance(choice, str) else choice.get("name")
-        expected, found, remedy = f"a {wanted.__name__}", f"a {type(made).__name__}", "name one that makes it"
-        raise UserError(f"{kind} {name!r}", expected=expected, found=found, remedy=remedy)
+        chosen = choice if isinstance(choice, str) else choice.get("name")
+        expected, found = (
+            f"{'an' if name[0] in 'AEIOU' else 'a'} {name}" for name in (wanted.__name__, type(made).__name__)
+        )
+        raise UserError(f"{kind} {chosen!r}", expected=expected, found=found, remedy="name one that makes it")
     return made
 
 

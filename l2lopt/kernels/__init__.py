@@ -32,9 +32,10 @@ def fuse(optimiser: Optimiser, backend: str = "auto") -> Optimiser:
     """The optimiser in the form that `backend` names, sharing its parameters.
 
     Args:
-        optimiser: The reference.
+        optimiser: The reference; one that has a fused form already is given back.
         backend: "reference" gives it back; "cpu" and "triton" give its twin for the CPU or a GPU; "auto" the twin
-            where there is one for the device it is on, and logs each choice once.
+            where there is one for the device it is on, and logs each choice once. A twin of the harness or of a rule
+            per tensor takes the reference's steps where its own do not reach, as for another direction.
 
     Raises:
         UserError: For an unknown backend, and for "cpu" or "triton" where there is no twin, with the reason.
@@ -51,9 +52,12 @@ def fuse(optimiser: Optimiser, backend: str = "auto") -> Optimiser:
         return FusedHierarchical(optimiser)
     if isinstance(optimiser, PhiRows):
         one = fuse(optimiser.reference, backend)
-        return (
-            FusedPhiRows(optimiser, partial(type(one), one.reference)) if isinstance(one, FusedOptimiser) else optimiser
-        )
+        if isinstance(one, FusedOptimiser):
+            return FusedPhiRows(optimiser, partial(type(one), one.reference))
+        if backend == "auto":
+            return optimiser
+        expected, found = "rows of a coordinatewise rule", f"rows of a {type(optimiser.reference).__name__}"
+        raise UserError(f"backend {backend!r}", expected=expected, found=found, remedy="choose 'auto'")
     wanted = backend if backend != "auto" else _of_its_device(optimiser)
     reason = (triton.refusal if wanted == "triton" else refusal)(optimiser)
     if backend == "auto":

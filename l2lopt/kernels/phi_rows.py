@@ -184,6 +184,12 @@ class FusedPhiRows(Optimiser):
         """The reference's."""
         return self.reference.phi()
 
+    def update_with(
+        self, phi: Params, grads: Tensor, state: OptimiserState, params: Tensor, *, loss: Tensor | None = None
+    ) -> tuple[Tensor, OptimiserState]:
+        """The reference's."""
+        return self.reference.update_with(phi, grads, state, params, loss=loss)
+
 
 def _rows_apart(state: OptimiserState, params: Tensor) -> OptimiserState:
     """The state with each row of a name's numbers in memory of its own without gaps, so that it can be overwritten."""

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from l2lopt.core.choices import checks_words
 from l2lopt.core.errors import above_0
 from l2lopt.core.kinds import matrix_view
 from l2lopt.core.layout import Layout, Params
@@ -218,6 +219,7 @@ class Orthogonalised(Input):
     size = 1
     memory = ("m", "v")
 
+    @checks_words
     def __init__(
         self,
         betas: Sequence[float] = (0.9, 0.99),

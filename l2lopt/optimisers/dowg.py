@@ -82,8 +82,9 @@ class DoWG(Optimiser):
             moved = square_norm("moved", params - start, state.layout)
             distance = torch.maximum(before["square_distance"], moved)
             weighted = before["weighted_squares"] + distance * square_norm("gradient", grads, state.layout)
-            none = weighted == 0  # not `> 0`, which would hide a divergence
-            rate = torch.where(none, 0.0, distance / torch.where(none, 1.0, weighted).sqrt()).to(grads.dtype)
+            none = weighted == 0  # not `> 0`, which would hide a divergence, as a rate of 0 for an infinite sum would
+            rate = torch.where(none, 0.0, distance / torch.where(none, 1.0, weighted).sqrt())
+            rate = torch.where(weighted.isinf(), torch.nan, rate).to(grads.dtype)
             after = {"square_distance": distance, "weighted_squares": weighted}
             return rate.expand(*rate.shape[:-1], tensors.count), after
 

@@ -119,9 +119,8 @@ class AdamW(Optimiser):
         step = state.shared["step"]
         m = self.beta1 * state.coordinates["m"] + (1 - self.beta1) * grads
         v = self.beta2 * state.coordinates["v"] + (1 - self.beta2) * grads.square()
-        direction = bias_corrected(m, self.beta1, step + 1) / (
-            bias_corrected(v, self.beta2, step + 1).sqrt() + self.eps
-        )
+        root = safe_sqrt(bias_corrected(v, self.beta2, step + 1))
+        direction = bias_corrected(m, self.beta1, step + 1) / (root + self.eps)
         if self.weight_decay:
             direction = direction + self.weight_decay * params
         # The rate is multiplied here and not the update, as `Scheduled` does: one rounding differs, and with it results
@@ -188,7 +187,7 @@ class NAdamW(Optimiser):
         now, after = self._momentum(step), self._momentum(step + 1)
         product = state.shared["momentum_product"] * now
         ahead = (after / (1 - product * after)).to(grads.dtype) * m
-        root = bias_corrected(v, self.beta2, step).sqrt() + self.eps
+        root = safe_sqrt(bias_corrected(v, self.beta2, step)) + self.eps
         direction = (ahead + ((1 - now) / (1 - product)).to(grads.dtype) * grads) / root + self.weight_decay * params
         shared = {"step": step, "momentum_product": product}
         return -per_row(self.lr, grads) * direction, state._replace(coordinates={"m": m, "v": v}, shared=shared)
@@ -242,10 +241,20 @@ def bias_corrected(mean: Tensor, beta: float, step: Tensor) -> Tensor:
     return mean / (1 - beta ** double(step)).to(mean)
 
 
+def safe_sqrt(x: Tensor) -> Tensor:
+    """√x, with derivative 0 at 0: there the true one is infinite, and the gradient of a later loss would be NaN."""
+    if not torch.is_grad_enabled():
+        return x.sqrt()
+    zero = x == 0
+    # Two `where`: the inner one keeps √ away from 0, where an infinite derivative times 0 would be NaN.
+    return torch.where(zero, 0.0, torch.where(zero, 1.0, x).sqrt())
+
+
 def check_decays(name: str, values: Sequence[float]) -> tuple[float, float]:
     """Two numbers in [0, 1), as decay rates of running means are."""
-    if len(values) != 2:
-        raise UserError(name, expected="two numbers", found=str(list(values)), remedy="give both")
+    if not isinstance(values, Sequence) or len(values) != 2:
+        found = str(list(values)) if isinstance(values, Sequence) else str(values)
+        raise UserError(name, expected="two numbers", found=found, remedy="give both")
     return check_decay(name, values[0]), check_decay(name, values[1])
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from l2lopt import cells
 from l2lopt.cells.cell import Cell, CellState, affine
+from l2lopt.core.choices import checks_words
 from l2lopt.core.errors import UserError, finite
 from l2lopt.core.layout import Layout, Params
 from l2lopt.core.precision import double
@@ -24,8 +25,7 @@ from l2lopt.optimisers.base import Optimiser, zero_step, zeros
 from l2lopt.optimisers.controls import Bounds, mixed
 from l2lopt.optimisers.directions import Orthogonalised, is_matrix, orthogonalised
 from l2lopt.optimisers.facts import LOSSES, SLOW, USUAL
-from l2lopt.optimisers.hand_designed import bias_corrected
-from l2lopt.optimisers.inputs import safe_sqrt
+from l2lopt.optimisers.hand_designed import bias_corrected, safe_sqrt
 from l2lopt.optimisers.normalised_muon import REST, NormalisedMuon
 from l2lopt.optimisers.rates import Rate, per_row
 from l2lopt.optimisers.rules import activity
@@ -118,7 +118,9 @@ class Hierarchical(Optimiser):
         super().__init__()
         self.facts, self.controls = facts_module.chosen(facts), controls_module.chosen(controls)
         self.harness, self.bounds = harness, bounds
-        assert isinstance(harness.direction, Orthogonalised)
+        if not isinstance(harness.direction, Orthogonalised):
+            found, remedy = type(harness.direction).__name__, "leave its direction out"
+            raise UserError("hierarchical: harness", expected="an orthogonalised one", found=found, remedy=remedy)
         self.direction: Orthogonalised = harness.direction
         self.embedding = nn.Linear(len(facts), network.input_size) if embedding else None
         self.cell = network
@@ -319,6 +321,7 @@ class Hierarchical(Optimiser):
         return directions
 
 
+@checks_words
 def hierarchical(
     cell: Choice = "lstm",
     hidden_size: int = 8,

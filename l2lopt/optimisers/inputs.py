@@ -10,7 +10,10 @@ from torch import Tensor, nn
 from l2lopt.core.errors import UserError, above_0
 from l2lopt.core.layout import Layout, Params
 from l2lopt.core.precision import double
-from l2lopt.optimisers.hand_designed import bias_corrected, check_decay, check_decays
+from l2lopt.optimisers.hand_designed import bias_corrected, check_decay, check_decays, safe_sqrt
+
+LARGEST_P = 87
+"""e⁻ᵖ is a normal number of float32 up to here."""
 
 
 class StepInputs(NamedTuple):
@@ -59,7 +62,7 @@ class LogAndSign(Input):
     |g| ≥ e⁻ᵖ: (log|g| / p, sign g); else (−1, eᵖ g). The second lies in [−1, 1], the first at or above −1.
 
     Args:
-        p: The smallest size told apart is e⁻ᵖ; p > 0.
+        p: The smallest size told apart is e⁻ᵖ; p in (0, 87], as float32 knows no smaller one.
     """
 
     size = 2
@@ -67,6 +70,9 @@ class LogAndSign(Input):
     def __init__(self, p: float = 10.0) -> None:
         super().__init__()
         above_0("log-and-sign", p=p)
+        if p > LARGEST_P:
+            expected, remedy = f"at most {LARGEST_P}", "change the value"
+            raise UserError("log-and-sign: p", expected=expected, found=str(p), remedy=remedy)
         self.p = p
 
     def forward(self, step_inputs: StepInputs, memory: Params) -> tuple[Tensor, Params]:
@@ -212,13 +218,6 @@ def log_and_sign(x: Tensor, p: float) -> Tensor:
     # The clamp keeps log away from 0 in the branch that is not taken, where its derivative would be NaN.
     size = x.abs().clamp(min=least).log() / p
     return torch.stack([size, torch.where(x.abs() >= least, x.sign(), x / least)])
-
-
-def safe_sqrt(x: Tensor) -> Tensor:
-    """√x, with derivative 0 at 0: there the true one is infinite, and second order would turn into NaN."""
-    zero = x == 0
-    # Two `where`: the inner one keeps √ away from 0, where an infinite derivative times 0 would be NaN.
-    return torch.where(zero, 0.0, torch.where(zero, 1.0, x).sqrt())
 
 
 INPUTS: Mapping[str, type[Input]] = {

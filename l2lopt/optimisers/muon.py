@@ -7,13 +7,14 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from l2lopt.core.choices import checks_words
 from l2lopt.core.errors import at_least_0
 from l2lopt.core.kinds import matrix_view
 from l2lopt.core.layout import Layout
 from l2lopt.core.types import OptimiserState
 from l2lopt.optimisers.base import Optimiser, no_moments
 from l2lopt.optimisers.directions import COEFFICIENTS, PRECISIONS, is_matrix, orthogonalised
-from l2lopt.optimisers.hand_designed import bias_corrected, check_decay, check_decays
+from l2lopt.optimisers.hand_designed import bias_corrected, check_decay, check_decays, safe_sqrt
 from l2lopt.optimisers.rates import Rate, check_rate, per_row
 
 Scale: TypeAlias = Literal["moonlight", "original"]
@@ -46,6 +47,7 @@ class Muon(Optimiser):
         UserError: For a value out of its range.
     """
 
+    @checks_words
     def __init__(
         self,
         lr: Rate,
@@ -59,7 +61,7 @@ class Muon(Optimiser):
         precision: Literal["auto", "float32", "bfloat16"] = "auto",
     ) -> None:
         super().__init__()
-        self.rates = check_rate(lr), check_rate(lr if rest_lr is None else rest_lr)
+        self.lr, self.rest_lr = check_rate(lr), None if rest_lr is None else check_rate(rest_lr)
         self.momentum = check_decay("muon: momentum", momentum)
         self.beta1, self.beta2 = check_decays("muon: betas", betas)
         self.weight_decay, self.eps, self.scale = weight_decay, eps, scale
@@ -88,10 +90,11 @@ class Muon(Optimiser):
 
         turned = layout.whole("orthogonalised", function, beta1 * m + (1 - beta1) * grads, "matrix")
         sizes = self._each(self._scales(layout), layout, grads)
-        adam = bias_corrected(m, self.beta1, step) / (bias_corrected(v, self.beta2, step).sqrt() + self.eps)
+        adam = bias_corrected(m, self.beta1, step) / (safe_sqrt(bias_corrected(v, self.beta2, step)) + self.eps)
         direction = torch.where(matrix, sizes * turned, adam) + self.weight_decay * params
         # Numbers of the gradients' dtype: a float32 0.1 would be another rate for a model in float64.
-        lr, rest = (torch.as_tensor(per_row(rate, grads), dtype=grads.dtype) for rate in self.rates)
+        rates = self.lr, self.lr if self.rest_lr is None else self.rest_lr
+        lr, rest = (torch.as_tensor(per_row(rate, grads), dtype=grads.dtype) for rate in rates)
         rate = torch.where(matrix, lr.to(grads.device), rest.to(grads.device))
         return -rate * direction, state._replace(coordinates={"m": m, "v": v}, shared={"step": step})
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from l2lopt.core import registry
+from l2lopt.core.choices import checks_words
 from l2lopt.core.errors import UserError, above_0, at_least_0
 from l2lopt.core.layout import Layout
 from l2lopt.core.registry import Choice
@@ -63,6 +64,7 @@ class NormalisedMuon(Optimiser):
     groupings = ("tensors",)
     knows_end = True
 
+    @checks_words
     def __init__(
         self,
         lr: Rate = 0.03,
@@ -80,7 +82,8 @@ class NormalisedMuon(Optimiser):
         if not 0 <= warm_up < 1:
             remedy = "give the share of the updates"
             raise UserError("normalised-muon: warm_up", expected="in [0, 1)", found=str(warm_up), remedy=remedy)
-        self.direction: Input = registry.build(DIRECTIONS, "direction", direction)
+        made = registry.build(DIRECTIONS, "direction", direction)
+        self.direction: Input = registry.checked_kind("direction", direction, made, Input)
 
     def scales(self, layout: Layout, like: Tensor) -> Tensor:
         """Each tensor's factor of the step beside r, [*batch, tensors] like `like`."""

@@ -74,3 +74,9 @@ class PhiRows(Optimiser):
     def phi(self) -> Params:
         """The rows' meta-parameters, each [R, ...]."""
         return self.rows
+
+    def update_with(
+        self, phi: Params, grads: Tensor, state: OptimiserState, params: Tensor, *, loss: Tensor | None = None
+    ) -> tuple[Tensor, OptimiserState]:
+        """`update` with other rows φ, each [R, ...]."""
+        return self._update(phi, grads, state, params, loss=loss)

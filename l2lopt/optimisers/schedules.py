@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from l2lopt.core.choices import checks_words
 from l2lopt.core.errors import UserError, at_least_0
 from l2lopt.core.layout import Layout
 from l2lopt.core.precision import double
@@ -45,9 +46,9 @@ def warm_up_then(shape: Schedule, step: Tensor, warm_up: int, total: int | None,
         return torch.where(step < begin, rise, inverse_decay(step - begin, HALVED).clamp(min=final))
     if total is None or shape == "constant":
         return rise
-    # `total` may equal `warm_up`, and then there is no way from one to the other.
-    length = torch.tensor(float(max(total - warm_up, 1)), dtype=torch.float64)
-    progress = ((step - begin) / length).clamp(0.0, 1.0)
+    # `total` may equal `warm_up`, and then there is no way from one to the other: the end is there at once.
+    end, length = (torch.tensor(float(n), dtype=torch.float64) for n in (total, max(total - warm_up, 1)))
+    progress = torch.where(step < end, ((step - begin) / length).clamp(0.0, 1.0), 1.0)
     return torch.where(step < begin, rise, fall(shape, progress, final))
 
 
@@ -85,7 +86,8 @@ def to_the_end(shape: Schedule, step: Tensor, total: Tensor, share: float) -> Te
     step, total = double(step), double(total)
     known = total > 0
     warm_up = torch.where(known, (share * total).floor(), float(UNKNOWN)).clamp(min=1.0)
-    progress = ((step - warm_up) / (total - warm_up).clamp(min=1.0)).clamp(0.0, 1.0)
+    # A run of one update is all warm-up, and the end comes at once.
+    progress = torch.where(step < total, ((step - warm_up) / (total - warm_up).clamp(min=1.0)).clamp(0.0, 1.0), 1.0)
     after = torch.where(known, fall(shape, progress), inverse_decay((step - warm_up).clamp(min=0.0), HALVED))
     return torch.where(step < warm_up, (step + 1) / warm_up, after)
 
@@ -152,6 +154,7 @@ class Scheduled(Optimiser):
         -0.05
     """
 
+    @checks_words
     def __init__(
         self,
         optimiser: Optimiser,

@@ -14,7 +14,7 @@ from l2lopt.core.types import OptimiserState
 from l2lopt.estimators.higher import library
 from l2lopt.optimisers import Optimiser
 from l2lopt.torch_optim.flat_vectors import compute_dtype
-from l2lopt.torch_optim.options import names_of
+from l2lopt.torch_optim.options import as_number, names_of
 from l2lopt.torch_optim.parameter_groups import roles_of
 from l2lopt.torch_optim.partition import fan_ins_of, partition
 from l2lopt.torch_optim.state_parts import arrays_of, shared_or_initial, with_arrays
@@ -100,10 +100,11 @@ class Differentiable(Base):  # type: ignore[misc]  # higher has no types
         before = _joined(params, chosen, rule.init(layout, like=theta, total_steps=group["steps"]))
         update, state = rule.update_with(phi, flat, before, theta, loss=loss)
         _split(state, torch.bfloat16 if group["state_dtype"] == "bfloat16" else dtype, chosen)
-        if group["max_update"] is not None:
-            update = update.clamp(-group["max_update"], group["max_update"])
+        lr, decay, largest = (as_number(group[name]) for name in ("lr", "weight_decay", "max_update"))
+        if largest is not None:
+            update = update.clamp(-largest, largest)
         # Out of place, unlike `LearnedOptimizer.step`: the tape still needs the parameters from before.
-        moved = layout.split(theta + group["lr"] * (update - group["weight_decay"] * theta))
+        moved = layout.split(theta + lr * (update - decay * theta))
         return [part.view(param.shape).to(param.dtype) for part, param in zip(moved, params.values(), strict=True)]
 
 

@@ -22,6 +22,7 @@ from l2lopt.torch_optim import sharding
 from l2lopt.torch_optim.differentiable import Differentiable, higher
 from l2lopt.torch_optim.flat_vectors import FlatVector, compute_dtype
 from l2lopt.torch_optim.options import (
+    as_number,
     check_closure,
     check_gradients,
     check_group,
@@ -326,11 +327,11 @@ class LearnedOptimizer(torch.optim.Optimizer):
         """One step of a flat vector."""
         grads, theta = vector.gather()
         update = self._update(vector, group, grads, theta, None if loss is None else loss.to(grads))
-        if group["max_update"] is not None:
-            update = update.clamp(-group["max_update"], group["max_update"])
-        if group["weight_decay"]:
-            update = update - group["weight_decay"] * theta
-        lr = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else group["lr"]
+        lr, decay, largest = (as_number(group[name]) for name in ("lr", "weight_decay", "max_update"))
+        if largest is not None:
+            update = update.clamp(-largest, largest)
+        if decay:
+            update = update - decay * theta
         vector.scatter(theta.add_(update if isinstance(lr, float) and lr == 1 else lr * update))
 
     def _update(

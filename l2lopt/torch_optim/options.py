@@ -136,6 +136,11 @@ def check_closure(closure: object) -> None:
         raise UserError("step: closure", expected="a function", found=found, remedy=remedy)
 
 
+def as_number(value: Any) -> Any:
+    """An option's number: a tensor of one, whatever its shape, without axes; all else as it is."""
+    return value.reshape(()) if isinstance(value, Tensor) else value
+
+
 def one_loss(loss: Any) -> Tensor:
     """The loss of a step as a scalar.
 
@@ -163,10 +168,11 @@ def check_group(group: Any) -> None:
 
 def check_rate(rule: Optimiser) -> None:
     """Refuses a rule with a rate for each of several runs side by side: this is one run."""
-    rate = getattr(rule, "lr", None)
-    if isinstance(rate, Tensor) and rate.dim() and not isinstance(rate, nn.Parameter):  # which a rule may learn
-        found, remedy = f"a tensor of shape {list(rate.shape)}", "give a number"
-        raise UserError("LearnedOptimizer: weights", expected="a rule with one rate", found=found, remedy=remedy)
+    parts = [part for part in rule.modules() if isinstance(part, Optimiser)]  # a scheduled one has another inside
+    for rate in (getattr(part, name, None) for part in parts for name in ("lr", "rest_lr")):
+        if isinstance(rate, Tensor) and rate.dim() and not isinstance(rate, nn.Parameter):  # which a rule may learn
+            found, remedy = f"a tensor of shape {list(rate.shape)}", "give a number"
+            raise UserError("LearnedOptimizer: weights", expected="a rule with one rate", found=found, remedy=remedy)
 
 
 def check_parameters(named: Iterable[tuple[str, Tensor]]) -> None:

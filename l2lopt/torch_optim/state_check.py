@@ -87,8 +87,12 @@ def check_shapes(
 def _check_number(where: str, saved: Any, initial: Tensor) -> None:
     """Refuses what cannot be a step count, or another number that all coordinates share and that was once `initial`."""
     number = double(torch.as_tensor(math.nan if saved is None else saved))
-    right = number.dim() == 0 and 0 <= float(number) < math.inf
-    if not right or not (initial.is_floating_point() or float(number).is_integer()):
+    right = saved is not None and number.dim() == 0
+    if initial.is_floating_point():  # of a run that has diverged it may be infinite, or no number
+        right = right and not float(number) < 0
+    else:
+        right = right and 0 <= float(number) < math.inf and float(number).is_integer()
+    if not right:
         expected = f"one {'' if initial.is_floating_point() else 'whole '}number, at least 0"
         found, remedy = "none" if saved is None else str(number.tolist()), "load a state that was saved whole"
         raise UserError(where, expected=expected, found=found, remedy=remedy)

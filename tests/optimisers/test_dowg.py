@@ -92,6 +92,26 @@ def test_a_bad_gradient_is_seen_in_its_row_and_in_no_other(bad):
     assert not rows[2, 1, 4].isfinite()
 
 
+def test_a_sum_that_overflows_is_no_rate_of_0():
+    """It would stand still for good, without a word."""
+    theta = normal(10).float()
+    trail = ours(DoWG(), 4, theta, lambda theta, step: gradient(theta, step) * (1e19 if step == 2 else 1))
+    assert trail[:2].isfinite().all()
+    assert trail[2:].isnan().all()
+
+
+def test_a_run_that_has_diverged_is_saved_and_loaded():
+    params = parameters()
+    optimizer = LearnedOptimizer(params, "dowg")
+    for param in params:
+        param.grad = torch.full_like(param, torch.nan)
+    for _ in range(2):
+        optimizer.step()
+    again = LearnedOptimizer(params, "dowg")
+    again.load_state_dict(optimizer.state_dict())
+    assert again.state[params[0]]["square_distance"].isnan()
+
+
 def stepped(optimizer, params, steps):
     """The values after some steps on the bumpy loss."""
     for step in range(steps):

@@ -16,7 +16,7 @@ from l2lopt import optimisers
 from l2lopt.core.errors import UserError
 from l2lopt.core.layout import Layout
 from l2lopt.optimisers import SGD, AdamW, Lion, Momentum, NAdamW, Scheduled, adam, scheduled
-from l2lopt.optimisers.schedules import Schedule, warm_up_cosine, warm_up_then
+from l2lopt.optimisers.schedules import Schedule, to_the_end, warm_up_cosine, warm_up_then
 
 RATE = 0.02
 NAMESAKES = {
@@ -239,3 +239,64 @@ def test_a_scheduled_optimiser_is_built_by_name_and_knows_it():
 def test_values_out_of_range_are_refused(build):
     with pytest.raises(UserError):
         build()
+
+
+@pytest.mark.parametrize("kind", ["adam", "adamw", "nadamw", "muon"])
+def test_a_coordinate_without_a_gradient_has_a_finite_derivative(kind):
+    """As a dead unit's: √ has an infinite one at 0, and 0·∞ would spread NaN to all. The others' are autograd's."""
+
+    def end(theta, seen):
+        layout = Layout(("vector",), ((len(theta),),))
+        rule = optimisers.make(kind, lr=0.05)
+        state = rule.init(layout, like=theta)
+        for _ in range(3):
+            update, state = rule.update(2 * theta * seen, state, theta)
+            theta = theta + update
+        return theta
+
+    theta, seen = normal(3).requires_grad_(), torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)
+    (found,) = torch.autograd.grad(end(theta, seen).sum(), theta)
+    alone = theta.detach()[[0, 2]].requires_grad_()
+    (wanted,) = torch.autograd.grad(end(alone, torch.ones_like(alone)).sum(), alone)
+    laws.assert_close(found[[0, 2]], wanted)
+    assert found[1].isfinite()
+    with torch.no_grad():
+        laws.assert_same(end(theta, seen), end(theta.detach(), seen))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: optimisers.Muon(0.1, scale="moonlihgt"), "Muon: scale: expected 'moonlight' or 'original', found"),
+        (lambda: optimisers.Muon(0.1, coefficients="x"), "Muon: coefficients: expected 'keller-jordan', "),
+        (lambda: optimisers.hierarchical(mix="angel"), "hierarchical: mix: expected 'angle' or 'logit', found 'angel'"),
+        (lambda: optimisers.NormalisedMuon(schedule="cosin"), "NormalisedMuon: schedule: expected 'cosine', "),
+        (
+            lambda: optimisers.NormalisedMuon(direction="torch.nn:Identity"),
+            "direction '.*': expected an Input",
+        ),
+        (lambda: Scheduled(SGD(0.1), "cosin", total=4), "Scheduled: shape: expected 'constant', "),
+        (lambda: SGD("a"), "lr: expected a rate above 0, found a"),
+        (lambda: SGD(None), "lr: expected a rate above 0, found None"),
+        (lambda: SGD(torch.tensor(1 + 1j)), "lr: expected a rate above 0, found tensor"),
+        (lambda: AdamW(0.1, betas=0.9), "betas: expected two numbers, found 0.9"),
+    ],
+)
+def test_mistakes_are_told_by_the_classes_themselves(make, message):
+    with pytest.raises(UserError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("shape", ["cosine", "linear", "warm-up-stable-decay", "exponential"])
+def test_a_run_that_is_all_warm_up_ends_where_it_ends(shape):
+    steps = torch.arange(6)
+    found = torch.stack([warm_up_then(shape, step, warm_up=3, total=3, final=0.1) for step in steps])
+    laws.assert_close(found, torch.tensor([1 / 3, 2 / 3, 1.0, 0.1, 0.1, 0.1], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("total", [1, 2, 3])
+def test_nothing_moves_after_the_known_end(total):
+    """Also in a run of one update, which is all warm-up."""
+    found = [float(to_the_end("cosine", torch.tensor(step), torch.tensor(total), 0.05)) for step in range(total + 2)]
+    assert found[0] == 1
+    assert found[total:] == [0, 0]

@@ -165,3 +165,17 @@ def test_a_gradient_that_is_not_finite_moves_nothing_of_its_own():
 def test_options_out_of_range_are_refused(name, options):
     with pytest.raises(UserError):
         optimisers.make(name, **options)
+
+
+def test_a_rate_that_is_learned_is_part_of_phi():
+    """As of the other rules; the rest's is the same number unless it has its own."""
+    rate = torch.nn.Parameter(torch.tensor(0.1))
+    assert list(optimisers.Muon(rate).phi()) == ["lr"]
+    assert list(optimisers.Muon(rate, rest_lr=torch.nn.Parameter(torch.tensor(0.2))).phi()) == ["lr", "rest_lr"]
+    layout, theta = Layout(("w", "b"), ((3, 2), (2,))), normal(8)
+    rule = optimisers.Muon(rate)
+    update, _ = rule.update_with({"lr": 2 * rate}, normal(8, seed=1), rule.init(layout, like=theta), theta)
+    wanted, _ = optimisers.Muon(0.2).update(normal(8, seed=1), rule.init(layout, like=theta), theta)
+    laws.assert_close(update.detach(), wanted, 1e-6)
+    (gradient,) = torch.autograd.grad(update.sum(), rate)
+    laws.assert_close(gradient, (wanted.sum() / 0.1).to(gradient), 1e-5)

@@ -7,6 +7,7 @@ from implementations import DOUBLES, LEARNED, problem
 
 from l2lopt import kernels, optimisers
 from l2lopt.core.errors import UserError
+from l2lopt.core.layout import Layout
 from l2lopt.core.phi_rows import over_phi, row_of, stack_carries
 from l2lopt.core.types import Carry
 from l2lopt.kernels.phi_rows import FusedPhiRows
@@ -122,3 +123,22 @@ def test_rows_of_another_rule_are_refused():
     rows = varied(rule)
     with pytest.raises(UserError, match="stack the φ"):
         PhiRows(rule, {**rows, "head.bias": rows["head.bias"][:1]})
+
+
+def test_rows_with_other_numbers_are_those_rows():
+    rule = optimisers.make("coordinatewise")
+    rows, layout, g = varied(rule), Layout(("w",), ((5,),)), torch.ones(COUNT, 5)
+    for make in (lambda own: PhiRows(rule, own), lambda own: kernels.fuse(PhiRows(rule, own), "cpu")):
+        zeros = make({name: torch.zeros_like(value) for name, value in rows.items()})
+        state = zeros.init(layout, (COUNT,), like=g)
+        laws.assert_same(
+            zeros.update_with(rows, g, state, g)[0].detach(), PhiRows(rule, rows).update(g, state, g)[0].detach()
+        )
+
+
+def test_rows_without_a_twin_are_refused_one():
+    rule = optimisers.make("hierarchical")
+    rows = PhiRows(rule, varied(rule))
+    assert kernels.fuse(rows) is rows
+    with pytest.raises(UserError, match="backend 'cpu': expected rows of a coordinatewise rule, found rows of a Hier"):
+        kernels.fuse(rows, "cpu")

@@ -262,6 +262,12 @@ def test_the_nearest_name_is_suggested(weights, remedy):
         ({"max_update": torch.ones(2)}, r"max_update: expected one number, found \[2\]"),
         ({"lr": torch.tensor(1j)}, "lr: expected a number, found tensor"),
         ({"weights": {"name": "adam", "lr": torch.ones(1)}}, r"weights: expected a rule with one rate, found a tensor"),
+        ({"weights": {"name": "muon", "lr": torch.ones(2)}}, r"weights: expected a rule with one rate, found a tensor"),
+        ({"weights": {"name": "hierarchical", "lr": torch.ones(2)}}, "weights: expected a rule with one rate, found"),
+        (
+            {"weights": {"name": "scheduled", "optimiser": {"name": "sgd", "lr": torch.ones(2)}}},
+            "weights: expected a rule with one rate, found",
+        ),
         ({"fallback": 3}, "fallback: expected a name, a choice or a hand-made optimiser, found 3"),
         (
             {"weights": "adam"},
@@ -283,3 +289,15 @@ def test_a_rate_of_one_number_is_taken_whatever_its_shape():
         moved.append(param.detach())
     assert moved[0].equal(moved[1])
     assert moved[0].equal(moved[2])
+
+
+@pytest.mark.parametrize("name", ["lr", "weight_decay", "max_update"])
+def test_an_option_may_be_a_tensor_of_one_number_of_any_shape(name):
+    found = []
+    for value in (0.01, torch.tensor(0.01), torch.tensor([[0.01]])):
+        param = nn.Parameter(normal(2, 3).float())
+        param.grad = normal(2, 3, seed=1).float()
+        LearnedOptimizer([param], {"name": "sgd", "lr": 0.5}, **{name: value}).step()
+        found.append(param.detach())
+    torch.testing.assert_close(found[1], found[0])
+    torch.testing.assert_close(found[2], found[0])
