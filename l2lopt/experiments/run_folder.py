@@ -97,22 +97,27 @@ def _cleared(folder: Path, overwrite: bool, resume: bool, artefacts: Sequence[st
     """A folder that is locked, without the files of an earlier run; see `claimed`."""
     another = "choose another --run"
     try:
-        if any(path.name != run_lock.NAME for path in folder.iterdir()) and not resume:
+        unfinished = set(folder.glob(TEMPORARY))  # each as large as the file that a killed run was writing
+        if not resume and {path for path in folder.iterdir() if path.name != run_lock.NAME} - unfinished:
             expected, events = "a new or empty folder", any(folder.glob("events.out.tfevents.*"))
-            if not events or not (folder / "config.toml").is_file():
-                raise UserError(str(folder), expected=expected, found="files that no run has left", remedy=another)
+            if not (config := (folder / "config.toml").is_file()) or not events:
+                # A run that was killed at once has left the first alone; but so may someone's own config lie there.
+                remedy = f"{another}, or pass --resume if a run was killed here" if config else another
+                raise UserError(str(folder), expected=expected, found="files that no run has left", remedy=remedy)
             if not overwrite:
                 remedy = f"{another}, or pass --resume to go on or --overwrite to replace it"
                 raise UserError(str(folder), expected=expected, found="an earlier run", remedy=remedy)
             patterns = {*_FILES, *optimisees.artefact_files(), *artefacts}
-            for path in list(chain.from_iterable(map(folder.glob, sorted(patterns)))):
+            found = list(chain.from_iterable(map(folder.glob, sorted(patterns))))
+            # What tells that a run was here goes last, for whoever is stopped in between.
+            for path in sorted(found, key=lambda path: (path.name == "config.toml", path.name.startswith("events."))):
                 path.unlink(missing_ok=True)
         if resume and not (folder / CHECKPOINT).is_file():
             finished = next((name for name in _RESULTS if (folder / name).is_file()), None)
             if finished is not None:
                 remedy = f"put it back, or remove {finished} as well to begin anew"
                 raise UserError(str(folder), expected=CHECKPOINT, found="a finished run without it", remedy=remedy)
-        for path in folder.glob(TEMPORARY):  # each as large as the file that a killed run was writing
+        for path in unfinished:
             path.unlink(missing_ok=True)
     except OSError as error:
         raise _not_writable(folder, error) from None

@@ -380,9 +380,12 @@ def _work(experiment: build.Experiment) -> dict[str, Any]:
     for number, (choice, optimisee) in enumerate(zip(choices, experiment.optimisees, strict=True)):
         facts = optimisee.fingerprint() | own_facts(choice, optimisee)
         work |= {f"{number}.{name}": value for name, value in facts.items()}
-    for number, optimisee in enumerate(experiment.validated_on if config.validation.on else ()):
-        work |= {f"validation.{number}.{name}": value for name, value in optimisee.fingerprint().items()}
-    return work | weights_of(config.optimiser) | code_of(config.optimiser)
+    validated = zip(config.validation.on or (), experiment.validated_on, strict=False)
+    for number, (choice, optimisee) in enumerate(validated):
+        facts = optimisee.fingerprint() | own_facts(choice, optimisee)
+        work |= {f"validation.{number}.{name}": value for name, value in facts.items()}
+    estimator = {f"estimator.{name}": value for name, value in code_of(config.unroll.estimator).items()}
+    return work | weights_of(config.optimiser) | code_of(config.optimiser) | estimator
 
 
 def _alone(config: Config) -> Config:

@@ -27,6 +27,8 @@ from l2lopt.training.settings import MetaTrainSettings, UnrollSettings
 _log = logging.getLogger("l2lopt")
 WORSE = 1.05
 """Validation loss over that before meta-training, from which on a problem is named in a warning."""
+FEW = 0.05
+"""Share of the unrolls that may be left out without a warning."""
 
 
 @dataclass
@@ -34,7 +36,8 @@ class MetaTrained:
     """The result of meta-training.
 
     Attributes:
-        phi: The meta-parameters of the best score, or the last ones.
+        phi: The meta-parameters of the best score, or with `keep = "last"` the last ones with a finite score; those
+            that meta-training began with where no score is finite.
         score: The score of `phi`; lower is better.
         update: The number of meta-updates that led to `phi`.
         inner_steps: The number of inner steps of all unrolls.
@@ -69,7 +72,10 @@ def meta_train(
     report: Report = silent,
     checkpoint: Checkpoint | None = None,
 ) -> MetaTrained:
-    """Meta-trains `optimiser` in place; it ends with the meta-parameters of the best score, or the last ones.
+    """Meta-trains `optimiser` in place; it ends with the `phi` of the result, see `MetaTrained`.
+
+    A warning tells where nothing was gained: where that is the φ of the beginning, where it is worse on some problem,
+    and where many unrolls were left out.
 
     Every meta-update makes the next `truncation` steps of `batch` runs and follows their meta-gradients, see
     `adam.Adam`; with `settings.cma` it makes whole runs with each member of a population, see `cma_es.CMAES`.
@@ -133,6 +139,8 @@ def meta_train(
             if checkpoint_due:
                 save()
     assign(optimiser, loop.result.phi)
+    if settings.updates:
+        _warn_of_no_gain(loop.result, settings)
     _warn_of_losses(loop.result)
     return loop.result
 
@@ -246,6 +254,19 @@ class _MetaTraining:
             best=facts["best"],
         )
         self.runs.load_state_dict(facts, tensors)
+
+
+def _warn_of_no_gain(result: MetaTrained, settings: MetaTrainSettings) -> None:
+    """Tells where the φ of the result is the one that meta-training began with, or many unrolls gave none."""
+    last = result.scores.get(settings.updates, math.nan)
+    if not math.isfinite(result.score):
+        _log.warning("no validation was finite: the optimiser is the one that meta-training began with")
+    elif result.update == 0:
+        said = "no gain: of %d validations the one before meta-training was the best (score %.4g, at the end %.4g), so "
+        said += "the optimiser is the one that it began with"
+        _log.warning(said, len(result.scores), result.score, last)
+    if result.skipped > (made := settings.updates * settings.batch) * FEW:
+        _log.warning("%d of %d unrolls were not finite and were left out", result.skipped, made)
 
 
 def _warn_of_losses(result: MetaTrained) -> None:

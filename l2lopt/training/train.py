@@ -23,6 +23,7 @@ from l2lopt.torch_optim.learned_optimizer import LearnedOptimizer
 from l2lopt.torch_optim.parameter_groups import inform
 from l2lopt.torch_optim.registry import OptimizerFactory
 from l2lopt.torch_optim.state_dict import restore
+from l2lopt.training.adam import clip_gradients
 from l2lopt.training.settings import TrainSettings as TrainSettings
 
 _log = logging.getLogger("l2lopt")
@@ -295,7 +296,7 @@ class _Training:
             loss, aux = self.optimisee.loss(self.params, before, batch)
             loss.backward()
             if self.settings.clip:
-                norm = torch.nn.utils.clip_grad_norm_(self.params.values(), self.settings.clip)
+                norm = clip_gradients(self.params.values(), self.settings.clip)
                 figures.setdefault("gradient_norm", float(norm))
             return loss.detach(), detach(aux)
 

@@ -21,6 +21,7 @@ from operator import itemgetter
 import torch
 
 from l2lopt.core.references import Column, Reference, References
+from l2lopt.estimators import Backprop
 from l2lopt.optimisee import Optimisee
 from l2lopt.optimisers import SGD
 from l2lopt.storage.run_log import write_json
@@ -89,6 +90,10 @@ def nothing(device: str = "cpu"):
 
 def descent(lr: float) -> SGD:
     return SGD(lr)
+
+
+class Half(Backprop):
+    pass
 '''
 
 
@@ -278,10 +283,22 @@ def test_a_study_whose_optimisers_code_has_changed_is_not_read_from_its_files(tm
     assert found != [table.read_text()]
 
 
-def test_a_meta_training_goes_on_with_the_problem_that_it_was_begun_with(tmp_path):
-    settings = {"optimisee": "my_line:Line", "unroll": {"length": 2}, "meta": {"updates": 1}}
-    settings |= {"validation": {"seeds": 1, "horizons": [2]}}
+@pytest.mark.parametrize(
+    ("given", "differs"),
+    [
+        ({"optimisee": "my_line:Line"}, r"0\.described\.batches = \S+, "),
+        (
+            {"optimisee": "quadratic", "validation": {"on": ["my_line:Line"]}},
+            r"validation\.0\.described\.batches = \S+",
+        ),
+        ({"optimisee": "quadratic", "unroll": {"estimator": "my_line:Half"}}, r"estimator\.source of my_line = \S+"),
+    ],
+    ids=["problem", "validation", "estimator"],
+)
+def test_a_meta_training_goes_on_with_the_code_that_it_was_begun_with(tmp_path, given, differs):
+    settings = {**given, "unroll": {"length": 2, **given.get("unroll", {})}, "meta": {"updates": 1}}
+    settings["validation"] = {"seeds": 1, "horizons": [2], **given.get("validation", {})}
     run = l2lopt.meta_train(settings, tmp_path / "run")
     _changed(tmp_path, "3 * x", "4 * x")
-    with pytest.raises(l2lopt.UserError, match=r"0\.described\.batches = \S+, "):
+    with pytest.raises(l2lopt.UserError, match=differs):
         l2lopt.meta_train(settings, run, resume=True)

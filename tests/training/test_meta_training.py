@@ -17,7 +17,7 @@ from l2lopt.core.seeding import generator, seed_of
 from l2lopt.estimators import Backprop, Blockwise, MetaGradient, MetaGradientEstimator
 from l2lopt.evaluation.free_runs import run_free
 from l2lopt.optimisers import Optimiser
-from l2lopt.training.adam import Adam, agreement
+from l2lopt.training.adam import Adam, agreement, clip_gradients
 from l2lopt.training.inner_runs import inner_steps
 from l2lopt.training.meta_train import meta_train
 from l2lopt.training.settings import MetaTrainSettings, Targets, UnrollSettings
@@ -129,6 +129,45 @@ def test_a_problem_that_becomes_worse_is_named(quadratic, caplog):
     result = meta_train(LearnedRate(0.1), [quadratic], Backprop(), settings, unrolls, score=lambda _: next(scores))
     assert (result.update, result.best["lost"]) == (1, 0.1)
     assert "validation losses above those before meta-training: lost (1.11 times)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("scores", "said"),
+    [
+        (
+            [0.5, 0.7, 0.75],
+            "no gain: of 3 validations the one before meta-training was the best (score 0.5, ",
+        ),
+        ([math.nan, math.nan, math.inf], "no validation was finite: the optimiser is the one that meta-training began"),
+        ([0.5, 0.4, 0.75], None),
+    ],
+)
+def test_a_meta_training_that_gained_nothing_says_so(quadratic, caplog, scores, said):
+    optimiser, each = LearnedRate(1e-3), iter(scores)
+    result = train(optimiser, quadratic, score=lambda _: next(each), updates=4)
+    assert (result.update == 0) == (said is not None)
+    assert (said or "no gain") in caplog.text or said is None
+    assert ("no gain" in caplog.text) == (said is not None and "no gain" in said)
+
+
+def test_many_unrolls_that_are_left_out_are_told(quadratic, caplog):
+    train(LearnedRate(1e200), quadratic, unrolls=UnrollSettings(length=9))
+    assert "6 of 6 unrolls were not finite and were left out" in caplog.text
+
+
+@pytest.mark.parametrize("largest", [1.0, math.inf])
+def test_gradients_whose_squares_overflow_are_clipped_to_their_norm(largest):
+    """PyTorch's function leaves 0 of them, or NaN; below it is PyTorch's to the bit."""
+    rows = torch.tensor([[3.0, -4.0], [1e25, 1e24]])
+    for row, factor in zip(rows, (1.0, 1e25), strict=True):
+        ours, theirs = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+        ours.grad, theirs.grad = row.clone(), row.clone()
+        norm = clip_gradients([ours], largest)
+        torch.nn.utils.clip_grad_norm_([theirs], largest)
+        wanted = row.double() * min(1.0, largest / float(row.double().norm()))
+        torch.testing.assert_close(ours.grad.double(), wanted, rtol=1e-5, atol=0)
+        assert float(norm) == pytest.approx(float(row.double().norm()))
+        assert ours.grad.equal(theirs.grad) == (factor == 1)
 
 
 def gradients(*rows):
