@@ -62,6 +62,8 @@ class FlatVector:
         self._buffers: dict[str, OptimiserState] = {}  # by prefix
         self._blocks: dict[str, list[Block]] = {}  # by prefix
         self._copies: Params = {}
+        self.steps_made: int | None = None
+        self._end = 0
 
     def is_current(
         self, params: Sequence[Tensor], states: Sequence[dict[str, Any]], steps: int | None, told: tuple[Any, ...] = ()
@@ -152,8 +154,16 @@ class FlatVector:
             shared = {**shared, "skipped": before + shards.total(shared["skipped"] - before)}
         _store(shared, state.shared)
         if not prefix:
-            warn_of_end(shared)
+            self._count(state.shared)
         return update
+
+    def _count(self, shared: Params) -> None:
+        """Counts the rule's steps on the host, as a look at the state waits for a GPU, and warns after the last one."""
+        if self.steps_made is None:
+            self.steps_made, self._end = (int(shared.get(name, 0)) for name in ("step", "total_steps"))
+        else:
+            self.steps_made += 1
+        warn_of_end(self.steps_made, self._end)
 
     def _join(self, rule: Optimiser, prefix: str, dtype: torch.dtype, like: Tensor) -> OptimiserState:
         """The state in `states`, or the rule's initial state, as buffers; `states` get views of them."""

@@ -1,7 +1,6 @@
 """Any optimiser of this library as a `torch.optim.Optimizer`, for other people's training loops."""
 
 import logging
-import math
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from itertools import chain, product
@@ -22,6 +21,8 @@ from l2lopt.torch_optim import sharding
 from l2lopt.torch_optim.differentiable import Differentiable, higher
 from l2lopt.torch_optim.flat_vectors import FlatVector, compute_dtype
 from l2lopt.torch_optim.options import (
+    LATE,
+    USUAL_RATES,
     as_number,
     check_closure,
     check_gradients,
@@ -29,6 +30,7 @@ from l2lopt.torch_optim.options import (
     check_options,
     check_parameters,
     check_rate,
+    has_diverged,
     names_of,
     one_loss,
     refuse_torchs,
@@ -45,8 +47,6 @@ from l2lopt.weights import files
 Weights: TypeAlias = str | Path | Mapping[str, Any] | Optimiser
 """A rule: a name in `list_weights()`, a file written by `l2lopt meta-train`, a choice such as
 {"name": "adam", "lr": 0.001}, or an optimiser."""
-DIVERGED = 10.0
-"""A loss above this many times the first one counts as diverged; see `has_diverged`."""
 
 
 class LearnedOptimizer(torch.optim.Optimizer):
@@ -125,6 +125,8 @@ class LearnedOptimizer(torch.optim.Optimizer):
         UserError: A file is missing, damaged or foreign, or an option is out of its range.
     """
 
+    _is_made = False
+
     def __init__(
         self,
         params: ParamsT | nn.Module,
@@ -165,6 +167,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
             params = [{key: value for key, value in group.items() if key not in asked} for group in found]
         super().__init__(params, options | rules | progress | about | torchs)
         warn_of_small_factors(self.param_groups, self._rules)
+        self._is_made = True
 
     @property
     def rules(self) -> Mapping[str, Optimiser]:
@@ -215,6 +218,8 @@ class LearnedOptimizer(torch.optim.Optimizer):
         except UserError:
             self.param_groups.pop()
             raise
+        if self._is_made:  # those of the beginning are looked at together
+            warn_of_small_factors([added], self._rules)
 
     def step(  # type: ignore[override]  # torch.optim has no loss
         self, closure: Callable[[], Tensor] | None = None, *, loss: Tensor | float | None = None
@@ -272,7 +277,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
             raise UserError("LearnedOptimizer: weights", expected=expected, found=repr(weights), remedy=remedy)
         rated = {*optimisers.HAND_DESIGNED} - {*optimisers.UNTUNED}
         if isinstance(weights, str) and weights in rated and not Path(weights).exists():
-            choice = {"name": weights, "lr": 0.001}
+            choice = {"name": weights, "lr": USUAL_RATES.get(weights, 0.001)}
             found, remedy = f"{weights!r} without a rate", f"use {choice}, for instance"
             raise UserError("LearnedOptimizer: weights", expected="a rule", found=found, remedy=remedy)
         if isinstance(weights, Optimiser):
@@ -333,6 +338,8 @@ class LearnedOptimizer(torch.optim.Optimizer):
         if decay:
             update = update - decay * theta
         vector.scatter(theta.add_(update if isinstance(lr, float) and lr == 1 else lr * update))
+        if vector.steps_made == LATE:
+            warn_of_small_factors([group], self._rules)
 
     def _update(
         self, vector: FlatVector, group: dict[str, Any], grads: Tensor, theta: Tensor, loss: Tensor | None
@@ -379,14 +386,6 @@ class LearnedOptimizer(torch.optim.Optimizer):
                 fast.fix()  # nobody else has this copy's φ
             self._fast[rule_id, dtype, device] = fast
         return self._fast[rule_id, dtype, device]
-
-
-def has_diverged(loss: float, first: float) -> bool:
-    """Whether a loss is not finite or has gone up by more than `DIVERGED` − 1 times the size of the first one.
-
-    Above 0 that is `DIVERGED` times the first loss; the log of a density may begin below 0.
-    """
-    return not math.isfinite(loss) or loss > (DIVERGED if first > 0 else 2 - DIVERGED) * first
 
 
 higher.register_optim(LearnedOptimizer, Differentiable)

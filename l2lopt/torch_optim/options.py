@@ -1,6 +1,7 @@
 """Options of `LearnedOptimizer`: their names, their ranges, and the parameters and gradients it accepts."""
 
 import logging
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
@@ -35,6 +36,12 @@ LARGE = 1e-3
 """Weight decay a step from which it is probably AdamW's that was meant."""
 SMALL = 0.01
 """Factor of the update below which it is probably a rate that was meant."""
+USUAL_RATES = {"sgd": 0.1, "momentum": 0.1, "muon": 0.02, "lion": 1e-4}
+"""Rates to begin with, of rules for which 0.001 is none."""
+LATE = 100
+"""Step at which such a factor is warned of again: a schedule may have set it, and a warm-up from 0 is above `SMALL`."""
+DIVERGED = 10.0
+"""A loss above this many times the first one counts as diverged; see `has_diverged`."""
 
 
 def check_options(group: Mapping[str, Any]) -> None:
@@ -101,22 +108,31 @@ def warn_of_small_factors(groups: Sequence[Mapping[str, Any]], rules: Mapping[st
         text = "lr=%g makes every step of the rule that much smaller: it is a factor, 1 by default, and not a rate"
         log.warning(text, rates[0])
     if decays:
-        text = "weight_decay takes %g of every weight at each step: of AdamW it is multiplied by a small rate"
+        text = (
+            "weight_decay takes %g of every weight at each step, as AdamW's is multiplied by a small rate and this is "
+        )
+        text += "not: leave it out where the rule decays by itself, or give AdamW's lr·weight_decay"
         log.warning(text, decays[0])
 
 
-def warn_of_end(shared: Mapping[str, Tensor]) -> None:
+def warn_of_end(made: int, total: int) -> None:
     """Logs a warning at the first step after the last one that a rule was told.
 
     Args:
-        shared: State that all coordinates share.
+        made: Number of steps so far.
+        total: Number of steps in all; 0 where it is not known.
     """
-    if "total_steps" not in shared or "step" not in shared:
-        return
-    total = int(shared["total_steps"])
-    if total > 0 and int(shared["step"]) == total + 1:
+    if total > 0 and made == total + 1:
         text = "the run was to end after %d steps, and updates are 0 from now on: steps counts calls of step()"
         logging.getLogger("l2lopt").warning(text, total)
+
+
+def has_diverged(loss: float, first: float) -> bool:
+    """Whether a loss is not finite or has gone up by more than `DIVERGED` − 1 times the size of the first one.
+
+    Above 0 that is `DIVERGED` times the first loss; the log of a density may begin below 0.
+    """
+    return not math.isfinite(loss) or loss > (DIVERGED if first > 0 else 2 - DIVERGED) * first
 
 
 def steps_of(group: Mapping[str, Any], saved: Mapping[str, Any]) -> int | None:

@@ -74,9 +74,6 @@ def meta_train(
 ) -> MetaTrained:
     """Meta-trains `optimiser` in place; it ends with the `phi` of the result, see `MetaTrained`.
 
-    A warning tells where nothing was gained: where that is the φ of the beginning, where it is worse on some problem,
-    and where many unrolls were left out.
-
     Every meta-update makes the next `truncation` steps of `batch` runs and follows their meta-gradients, see
     `adam.Adam`; with `settings.cma` it makes whole runs with each member of a population, see `cma_es.CMAES`.
     Within `processes.together` the ranks share the batch's runs, to the bits of one process. Rank 0 alone writes.
@@ -139,9 +136,7 @@ def meta_train(
             if checkpoint_due:
                 save()
     assign(optimiser, loop.result.phi)
-    if settings.updates:
-        _warn_of_no_gain(loop.result, settings)
-    _warn_of_losses(loop.result)
+    _warn(loop.result, settings)
     return loop.result
 
 
@@ -256,8 +251,15 @@ class _MetaTraining:
         self.runs.load_state_dict(facts, tensors)
 
 
+def _warn(result: MetaTrained, settings: MetaTrainSettings) -> None:
+    """Tells where nothing was gained, where many unrolls were left out, and on which problems the result is worse."""
+    if settings.updates:
+        _warn_of_no_gain(result, settings)
+    _warn_of_losses(result)
+
+
 def _warn_of_no_gain(result: MetaTrained, settings: MetaTrainSettings) -> None:
-    """Tells where the φ of the result is the one that meta-training began with, or many unrolls gave none."""
+    """Tells where the φ of the result is the one that meta-training began with, and where many unrolls gave none."""
     last = result.scores.get(settings.updates, math.nan)
     if not math.isfinite(result.score):
         _log.warning("no validation was finite: the optimiser is the one that meta-training began with")

@@ -205,6 +205,34 @@ def test_a_factor_that_looks_like_a_rate_is_warned_of_once(weights, lr, count, c
     assert all("it is a factor, 1 by default, and not a rate" in record.message for record in told)
 
 
+@pytest.mark.parametrize("weights", ["normalised-muon", "lstm", {"name": "adam", "lr": 1.0}], ids=str)
+def test_a_rate_that_is_set_later_is_warned_of_as_well(weights, caplog):
+    """By a schedule, after a hundred steps, when a warm-up to 1 is over it; or with a group that is added."""
+    param = nn.Parameter(torch.ones(2))
+    optimizer = LearnedOptimizer([param], weights)
+    for step in range(120):
+        optimizer.param_groups[0]["lr"] = 1e-3 * (step + 1) / 120
+        param.grad = torch.ones(2)
+        optimizer.step()
+        assert len(caplog.records) == int(step >= 99 and not isinstance(weights, dict))
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "lr": 1e-3})
+    assert len(caplog.records) == (0 if isinstance(weights, dict) else 2)
+    assert all("it is a factor, 1 by default, and not a rate" in record.message for record in caplog.records)
+    caplog.clear()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    assert not caplog.records
+
+
+def test_a_warm_up_to_1_is_not_warned_of(caplog):
+    param = nn.Parameter(torch.ones(2))
+    optimizer = LearnedOptimizer([param])
+    for step in range(120):
+        optimizer.param_groups[0]["lr"] = (step + 1) / 5000
+        param.grad = torch.ones(2)
+        optimizer.step()
+    assert not caplog.records
+
+
 @pytest.mark.parametrize(
     ("weights", "decay", "count"),
     [("lstm", 0.1, 1), ("normalised-muon", 0.01, 1), ("lstm", 1e-5, 0), ({"name": "adam", "lr": 1.0}, 0.1, 0)],
@@ -228,6 +256,8 @@ def test_the_first_step_after_the_last_is_told_once(weights, caplog):
         optimizer.step()
         told = [record.message for record in caplog.records if record.levelno == logging.WARNING]
         assert len(told) == int(step >= 4)
+        if step == 2:  # a checkpoint counts on
+            optimizer.load_state_dict(optimizer.state_dict())
     assert "the run was to end after 4 steps, and updates are 0 from now on" in told[0]
 
 
