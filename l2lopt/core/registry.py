@@ -94,7 +94,7 @@ def find(table: Table, kind: str, name: str) -> Callable[..., Any]:
         raise UserError(kind, expected="a known name", found=repr(name), remedy=remedy)
     where = f"{kind} {name!r}"
     if _CLOSED.get():
-        remedy = "if you trust the file, load it with l2lopt.load(path, trusted=True)"
+        remedy = "if you trust it, load it with l2lopt.load(path, trusted=True), or say trusted = true beside weights"
         raise UserError(where, expected="a registered name in a file of weights", found="a module's", remedy=remedy)
     if not all(part.isidentifier() for part in (*module_name.split("."), *path.split("."))):
         remedy = 'write it as "package.module:name"'
@@ -223,7 +223,11 @@ def explain(where: str, error: ValidationError, known: Mapping[str, Any], data: 
         return UserError(place, expected="a value", found="none", remedy="add the key")
     # A value that may be of several types has a finding for each of them.
     expected = dict.fromkeys(_expectation(other["msg"]) for other in findings if _keys(other["loc"], data) == path)
-    return UserError(place, expected=" or ".join(expected), found=repr(first["input"]), remedy="change the value")
+    remedy = "change the value"
+    if callable(found := first["input"]) and hasattr(found, "__qualname__"):
+        module = "mymodule" if found.__module__ == "__main__" else found.__module__
+        remedy = f"put it into a module and name it {f'{module}:{found.__qualname__}'!r}"
+    return UserError(place, expected=" or ".join(expected), found=repr(found), remedy=remedy)
 
 
 def _keys(location: tuple[int | str, ...], data: Any) -> list[str]:

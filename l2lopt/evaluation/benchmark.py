@@ -92,11 +92,11 @@ def learned_rule(competitor: Competitor) -> Optimiser | None:
     """
     choice = competitor.optimiser
     if isinstance(choice, dict) and "weights" in choice:
-        beside = ", ".join(key for key in choice if key != "weights")
+        beside = ", ".join(key for key in choice if key not in ("weights", "trusted"))
         if beside:
             remedy = "leave it out, as weights bring their own options"
             raise UserError(competitor.name, expected="nothing beside weights", found=beside, remedy=remedy)
-        return files.load(choice["weights"])
+        return files.load(choice["weights"], trusted=choice.get("trusted") is True)
     name = choice if isinstance(choice, str) else choice.get("name")
     return optimisers.build(choice) if name in optimisers.LEARNED else None
 

@@ -104,7 +104,8 @@ class Competitor(Baseline):
 
     optimiser: Choice
     """What a baseline has, or a table of `weights`: the name or file of a learned rule, whose `rates` are then factors
-    of its updates."""
+    of its updates; with `trusted` beside it the file may name modules of yours. Of "normalised-muon", the harness, a
+    rate is its own setting, 0.03 by default."""
     untuned: PositiveFloat | None = None
     """Rate where nothing is tuned; none: it does not take part there."""
     leagues: list[League] = Field(default_factory=lambda: list(get_args(League)), min_length=1)

@@ -18,6 +18,7 @@ from l2lopt.core.types import Report, silent
 from l2lopt.estimators import MetaGradientEstimator
 from l2lopt.evaluation.free_runs import run_groups
 from l2lopt.evaluation.scores import log_losses
+from l2lopt.evaluation.torch_classes import TorchClass, is_torch_class, torch_class
 from l2lopt.experiments import from_python
 from l2lopt.experiments.config import Config, TrainConfig, problem_name
 from l2lopt.experiments.size_check import check_sizes
@@ -183,7 +184,7 @@ def ready_optimiser(choice: Choice) -> Optimiser:
     """The optimiser of a choice as it is, with nothing to be meta-trained.
 
     Args:
-        choice: One of ours with all its options, or a table of `weights` alone, a name or a file.
+        choice: One of ours with all its options, or a table of `weights`, a name or a file, and `trusted`.
 
     Raises:
         UserError: For an unknown name or option, or weights that cannot be loaded.
@@ -206,16 +207,16 @@ def _learned(choice: Choice, seed: int) -> Optimiser:
 
 
 def _trained_rule(choice: Choice) -> Optimiser | None:
-    """The optimiser of a table of `weights`, which has no other key; None for any other choice."""
+    """The optimiser of a table of `weights`, beside which may be `trusted`; None for any other choice."""
     if not (isinstance(choice, dict) and "weights" in choice):
         return None
     made: Optimiser = registry.make({"weights": _loaded}, "optimiser", "weights", **choice)
     return made
 
 
-def _loaded(weights: str) -> Optimiser:
+def _loaded(weights: str, trusted: bool = False) -> Optimiser:
     """A learned optimiser as it is, from its file or by its name."""
-    return files.load(weights)
+    return files.load(weights, trusted=trusted)
 
 
 @cache
@@ -240,9 +241,23 @@ def _factory(choice: Choice, seed: int) -> OptimizerFactory:
         made: OptimizerFactory = registry.make({"weights": _trained}, "optimiser", "weights", **choice)
         return made
     name = choice if isinstance(choice, str) else choice.get("name")
+    if isinstance(name, str) and ":" in name and is_torch_class(choice):
+        return _of_class(torch_class(choice))
     extra = {"seed": seed} if name in optimisers.LEARNED else {}
     built = registry.build({**optimisers.OPTIMISERS, **TORCH}, "optimiser", choice, **extra)
     return _of(built) if isinstance(built, Optimiser) else built
+
+
+def _of_class(chosen: TorchClass) -> OptimizerFactory:
+    """The function that makes the optimiser of a class of a module's.
+
+    Raises:
+        UserError: For a second class beside it.
+    """
+    if chosen.rest is not None:
+        remedy = "leave it out, or compare the two in a benchmark"
+        raise UserError(f"optimiser {chosen.name!r}", expected="one for all parameters", found="rest", remedy=remedy)
+    return lambda params: chosen(list(params))[0]  # type: ignore[arg-type]  # the loop gives names with them
 
 
 def _of(optimiser: Optimiser) -> OptimizerFactory:
@@ -256,7 +271,8 @@ def _trained(
     weight_decay: float = 0.0,
     max_update: float | None = None,
     fallback: Choice | None = None,
+    trusted: bool = False,
 ) -> OptimizerFactory:
     """A learned optimiser from its file or by its name."""
     options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "max_update": max_update, "fallback": fallback}
-    return partial(LearnedOptimizer, weights=files.load(weights), **options)
+    return partial(LearnedOptimizer, weights=files.load(weights, trusted=trusted), **options)

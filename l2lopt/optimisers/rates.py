@@ -18,7 +18,8 @@ def per_row(rate: Rate, grads: Tensor) -> Rate:
 
 def check_rate(rate: Rate) -> Rate:
     """A rate, or all rates, above 0 and finite."""
-    real = isinstance(rate, Real) or (isinstance(rate, Tensor) and not rate.is_complex())
+    given: object = rate
+    real = isinstance(given, Real) or (isinstance(given, Tensor) and not given.is_complex())
     # In double precision: a number above 3e38 is none of float32's, and a rate all the same.
     rates = rate if isinstance(rate, Tensor) else torch.tensor(rate if real else 0.0, dtype=torch.float64)
     if not real or not bool((rates.gt(0) & rates.isfinite()).all()):

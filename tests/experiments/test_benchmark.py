@@ -195,6 +195,18 @@ def test_what_has_no_league_here_is_left_out_with_a_line(tmp_path, caplog):
 QUADRATIC = {"q": {"name": "quadratic", "size": 3}}
 
 
+def test_a_rule_with_a_part_of_ones_own_takes_part_where_it_is_trusted(tmp_path):
+    rule, file = l2lopt.optimisers.make("coordinatewise", hidden_size=3, cell="l2lopt.cells.gru:GRU"), "own.safetensors"
+    l2lopt.save(rule, tmp_path / file)
+    tasks, own = {"q": optimisees.make("quadratic", size=3)}, {"rates": [1.0], "untuned": 1.0, "leagues": ["untuned"]}
+    choice = {"weights": str(tmp_path / file)}
+    with pytest.raises(UserError, match="say trusted = true beside weights"):
+        l2lopt.benchmark(tasks=tasks, optimisers={"own": {**own, "optimiser": choice}}, folder=tmp_path / "a", steps=2)
+    given = {"own": {**own, "optimiser": {**choice, "trusted": True}}}
+    result = l2lopt.benchmark(tasks=tasks, optimisers=given, folder=tmp_path / "b", steps=2)
+    assert {run.optimiser for run in result.runs} == {"own"}
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -8,6 +8,7 @@ import laws
 import pytest
 import torch
 from killing import kill_and_resume, killed
+from safetensors.torch import load_file
 from test_cli import called, sets
 
 import l2lopt
@@ -96,6 +97,33 @@ def test_other_weights_or_another_config_are_refused_on_resuming(tmp_path):
         l2lopt.train(settings, "run", resume=True)
     with pytest.raises(UserError, match=r"expected .*train\.clip = 0\.5.*, found .*train\.clip = 0\.25"):
         l2lopt.train(settings, "run", changes=["train.clip=0.25"], resume=True)
+
+
+@pytest.mark.usefixtures("_without_figures")
+def test_a_class_of_a_module_trains_as_under_its_name_in_torch():
+    found = []
+    for number, name in enumerate(["torch.optim.Adam", "torch.optim:Adam"]):
+        settings = config({"name": name, "lr": 0.01, "betas": [0.8, 0.9]})
+        l2lopt.train(settings, f"run-{number}")
+        found.append(load_file(f"run-{number}/model.safetensors"))
+    laws.assert_same(*found)
+    with pytest.raises(
+        UserError, match=r"optimiser '.*Muon': expected one for all parameters, found rest; leave it out"
+    ):
+        l2lopt.train(config({"name": "torch.optim:Muon", "rest": "adamw"}), "run")
+    with pytest.raises(UserError, match=r"found <class '.*Adam'>; put it into a module and name it 'torch.optim"):
+        l2lopt.train(config(torch.optim.Adam), "run")
+
+
+@pytest.mark.usefixtures("_without_figures")
+def test_weights_that_name_a_module_train_where_they_are_trusted():
+    for file, cell in (("own.safetensors", "l2lopt.cells.gru:GRU"), ("ours.safetensors", "gru")):
+        weights.save(optimisers.make("coordinatewise", hidden_size=3, cell=cell), file)
+    with pytest.raises(UserError, match="or say trusted = true beside weights"):
+        l2lopt.train(config({"weights": "own.safetensors"}), "run")
+    l2lopt.train(config({"weights": "own.safetensors", "trusted": True}), "run")
+    l2lopt.train(config({"weights": "ours.safetensors"}), "other")
+    laws.assert_same(load_file("run/model.safetensors"), load_file("other/model.safetensors"))
 
 
 @pytest.mark.usefixtures("_without_figures")
