@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from l2lopt.core.interrupts import interrupted_after
-from l2lopt.storage.disk_space import needs_space
+from l2lopt.storage.disk_space import make_folder, needs_space
 
 if TYPE_CHECKING:
     from l2lopt.storage.event_file import EventFile
@@ -26,12 +26,12 @@ def board(folder: Path) -> Iterator["EventFile"]:
         folder: Folder of one of TensorBoard's runs.
 
     Raises:
-        UserError: If the disk is full.
+        UserError: If the disk is full, or there can be no such folder.
     """
     from l2lopt.storage.event_file import EventFile  # imported here: it takes half a second
 
     with interrupted_after(), needs_space(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         with closing(EventFile(folder, 0)) as events:
             yield events
 

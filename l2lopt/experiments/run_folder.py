@@ -26,6 +26,7 @@ from l2lopt.report.control_curves import NAME as CONTROLS
 from l2lopt.report.control_curves import control_curves, read_controls
 from l2lopt.report.validation_curves import read_validations, validation_curves
 from l2lopt.storage import run_lock, tensor_file
+from l2lopt.storage.disk_space import not_writable
 from l2lopt.storage.run_log import TEMPORARY, existing, write_json, written_whole
 from l2lopt.weights.files import header
 
@@ -120,7 +121,7 @@ def _cleared(folder: Path, overwrite: bool, resume: bool, artefacts: Sequence[st
         for path in unfinished:
             path.unlink(missing_ok=True)
     except OSError as error:
-        raise _not_writable(folder, error) from None
+        raise not_writable(folder, error, another) from None
     return writable(folder)
 
 
@@ -139,12 +140,7 @@ def writable(folder: Path, remedy: str = "choose another --run") -> Path:
         with TemporaryFile(dir=folder):
             return folder
     except OSError as error:
-        raise _not_writable(folder, error, remedy) from None
-
-
-def _not_writable(folder: Path, error: OSError, remedy: str = "choose another --run") -> UserError:
-    found = error.strerror or str(error)
-    return UserError(str(folder), expected="a folder to write in", found=found, remedy=remedy)
+        raise not_writable(folder, error, remedy) from None
 
 
 def saved(folder: Path, what: str) -> tuple[Choice, SavedRun]:
@@ -182,7 +178,7 @@ def evaluation_summary(path: Path) -> Mapping[str, Any]:
         proper = {name: str(value) for name, value in read.get("proper", {}).items()}
         table, horizons = [dict(row) for row in read["table"]], list(map(int, read["horizons"]))
         return {"table": table, "horizons": horizons, "cut": cut, "proper": proper}
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise UserError(str(path), expected="an evaluation's summary", found="damage", remedy=remedy) from None
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
+from numpy.lib.stride_tricks import sliding_window_view
 
 from l2lopt.core.errors import UserError
 from l2lopt.report.interval import half_width
@@ -67,7 +68,7 @@ def read(path: Path) -> dict[tuple[str, str, str], Band]:
         for number, line in enumerate(lines, start=2):
             try:
                 key = line["optimiser"], line["kind"], line["split"]
-                if key[2] not in ("train", "test"):
+                if key[1] not in ("learned", "baseline") or key[2] not in ("train", "test"):
                     raise ValueError
                 losses[key][int(line["step"])].append(float(line["loss"]))
             except (TypeError, ValueError):
@@ -96,7 +97,7 @@ def read_training(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
             line = json.loads(text)
             loss = math.nan if line["loss"] is None else float(line["loss"])
             found.setdefault(str(line["stage"]), []).append((int(line["step"]), loss))
-        except (TypeError, ValueError, KeyError):
+        except (TypeError, ValueError, KeyError, OverflowError, RecursionError):
             if number > 1 and whole.endswith(text):  # no end of a line behind it
                 break
             place, remedy = f"{path}, line {number}", "train again"
@@ -192,10 +193,10 @@ def training_curve(
 
 def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
     """The mean of each value and the `window` − 1 before it, of as many as there are at the start."""
-    ends = np.arange(1, len(values) + 1)
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    starts = np.maximum(ends - window, 0)
-    return np.asarray((sums[ends] - sums[starts]) / (ends - starts))
+    # Window by window: differences of running sums would lose all digits after one very large value.
+    begin = [values[:end].mean() for end in range(1, min(window, len(values) + 1))]
+    rest = sliding_window_view(values, window).mean(-1) if len(values) >= window else []
+    return np.concatenate([begin, rest])
 
 
 def _panel(

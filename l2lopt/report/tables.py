@@ -75,9 +75,9 @@ class Table:
         """The table as GitHub's Markdown, without a newline at the end."""
         heads = tuple(column or None for column in self.columns)
         lines = [_markdown_row(heads), "|" + "---|" * len(self.columns), *map(_markdown_row, self.rows)]
-        title = [f"**{self.title}**", ""] if self.title else []
-        notes = ["", *(f"- {note}" for note in self.notes)] if self.notes else []
-        legend = ["", self.legend] if self.legend else []
+        title = [f"**{_markdown(self.title)}**", ""] if self.title else []
+        notes = ["", *(f"- {_markdown(note)}" for note in self.notes)] if self.notes else []
+        legend = ["", _markdown(self.legend)] if self.legend else []
         return "\n".join([*title, *lines, *notes, *legend])
 
     def html(self, classes: Mapping[tuple[int, int], str] | None = None) -> str:
@@ -108,8 +108,8 @@ def _markdown_row(cells: tuple[Cell, ...]) -> str:
 
 
 def _markdown(text: str) -> str:
-    """The text of one cell: a line break would end the row, a bar would end the cell."""
-    return " ".join(text.splitlines()).replace("|", r"\|") if text else text
+    """The text of one cell: a line break would end the row, a bar would end the cell, and "<…>" would be HTML."""
+    return " ".join(text.splitlines()).replace("|", r"\|").replace("<", "&lt;") if text else text
 
 
 def _html_row(cells: tuple[Cell, ...], row: int, classes: Mapping[tuple[int, int], str]) -> str:

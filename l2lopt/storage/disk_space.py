@@ -1,4 +1,4 @@
-"""A full disk as a mistake that the user can mend."""
+"""A full disk, or a folder that cannot be written in, as a mistake that the user can mend."""
 
 import errno
 import re
@@ -30,6 +30,25 @@ def needs_space(path: Path) -> Iterator[None]:
         if (full := disk_full(error, path)) is None:
             raise
         raise full from error
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder with those above it, where it is not there yet.
+
+    Raises:
+        UserError: Where there can be none, as below a file or in a folder of another user's.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise not_writable(folder, error) from None
+
+
+def not_writable(folder: Path, error: OSError, remedy: str = "choose another place") -> UserError:
+    """The user's mistake behind an error of writing in a folder."""
+    found = error.strerror or str(error)
+    refused = UserError(str(folder), expected="a folder to write in", found=found, remedy=remedy)
+    return disk_full(error, folder) or refused
 
 
 def disk_full(error: Exception, path: Path | str | None = None) -> UserError | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from l2lopt.core.digest import sealed
 from l2lopt.core.errors import UserError
 from l2lopt.core.interrupts import interrupted_after
-from l2lopt.storage.disk_space import needs_space
+from l2lopt.storage.disk_space import disk_full, make_folder, needs_space, not_writable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -101,7 +101,7 @@ def written_whole(path: Path) -> Iterator[Path]:
         path: File to write; its folder is made if need be.
 
     Raises:
-        UserError: If the disk is full.
+        UserError: If the disk is full, or the folder is none to write in.
     """
     with needs_space(path), _renamed(path) as temporary:
         yield temporary
@@ -110,18 +110,26 @@ def written_whole(path: Path) -> Iterator[Path]:
 @contextmanager
 def _renamed(path: Path) -> Iterator[Path]:
     """As `written_whole`, with the errors of the operating system."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     # In the same folder: a rename from one file system to another fails. A part of the name: a file's name may be as
     # long as the file system takes.
     temporary = path.with_name(f".{path.stem[:40]}-{secrets.token_hex(6)}{path.suffix}")
     # Not by `tempfile`, whose files only their owner can read: a new file has the permissions that the user's umask
     # leaves. safetensors replaces it by a file that only the owner can read, so they are set again.
-    os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+    try:
+        os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+    except OSError as error:
+        raise not_writable(path.parent, error) from None
     permissions = stat.S_IMODE(temporary.stat().st_mode)
     try:
         yield temporary
         temporary.chmod(permissions)
-        temporary.replace(path)
+        try:
+            temporary.replace(path)
+        except OSError as error:
+            found, remedy = error.strerror or str(error), "choose another name"
+            refused = UserError(str(path), expected="a file that can be written", found=found, remedy=remedy)
+            raise disk_full(error, path) or refused from None
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -5,6 +5,7 @@ The files in `pretrained/` come with the package and are found by name.
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -64,7 +65,7 @@ def find(weights: str | Path) -> Path:
     near = ["normalised-muon"] if asked == "harness" else get_close_matches(asked, known, n=1)
     near = [name for name in near if name != str(weights)]
     remedy = f"did you mean {near[0]!r}?" if near else f"give a file of l2lopt meta-train, or one of {', '.join(known)}"
-    return existing(Path(weights), "a learned optimiser", remedy)
+    return existing(Path(weights).expanduser(), "a learned optimiser", remedy)
 
 
 def save(optimiser: Optimiser, path: str | Path, training: Mapping[str, Any] | None = None) -> None:
@@ -94,7 +95,8 @@ def save(optimiser: Optimiser, path: str | Path, training: Mapping[str, Any] | N
     if not isinstance(given, Optimiser):
         remedy = "give a rule, such as l2lopt.load gives"
         raise UserError("save", expected="an optimiser", found=f"a {type(given).__name__}", remedy=remedy)
-    if Path(path).is_dir():
+    path = Path(path).expanduser()
+    if os.path.isdir(path):  # not `Path.is_dir`, which raises for a name that no file can have
         raise UserError(str(path), expected="a file to write", found="a folder", remedy="add a file's name")
     if optimiser.description is None:
         remedy = "build it with l2lopt.optimisers.make"
@@ -114,8 +116,8 @@ def save(optimiser: Optimiser, path: str | Path, training: Mapping[str, Any] | N
         except (TypeError, ValueError) as error:
             remedy = "give plain numbers, texts, lists and tables"
             raise UserError(f"save: {part}", expected="values of JSON", found=str(error), remedy=remedy) from None
-    tensor_file.check_finite(Path(path), _numbers(optimiser), "meta-train again, with a lower rate")
-    tensor_file.write(Path(path), "l2lopt", header, _numbers(optimiser))
+    tensor_file.check_finite(path, _numbers(optimiser), "meta-train again, with a lower rate")
+    tensor_file.write(path, "l2lopt", header, _numbers(optimiser))
 
 
 def header(path: str | Path) -> dict[str, Any]:

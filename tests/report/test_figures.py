@@ -32,6 +32,7 @@ def test_bands_are_means_and_students_intervals(tmp_path):
         ("a,b\n1,2\n", r"found a,b"),
         (HEADER + "a,learned,0,ten,train,1.0\n", r"line 2: expected a loss"),
         (HEADER + "a,learned,0,1,train,1.0\na,learned\n", r"line 3: expected a loss"),
+        (HEADER + "a,other,0,1,train,1.0\n", r"line 2: expected a loss"),
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path, content, message):
@@ -44,7 +45,8 @@ def test_a_log_whose_last_line_a_kill_has_cut_is_read(tmp_path):
     line = '{"stage": "train", "step": 1, "loss": 2.0}'
     path.write_text(f"{line}\n{line[:20]}")
     assert figures.read_training(path)["train"][1].tolist() == [2.0]
-    for damaged in (f"{line[:20]}\n", f"{line[:20]}\n{line}\n"):
+    endless = line.replace("1,", "1e999,")
+    for damaged in (f"{line[:20]}\n", f"{line[:20]}\n{line}\n", f"{endless}\n{line}\n", f"{'[' * 99999}\n{line}\n"):
         path.write_text(damaged)
         with pytest.raises(UserError, match="line 1: expected a loss"):
             figures.read_training(path)

@@ -96,6 +96,15 @@ def test_spans_hold_the_text_without_its_marks(before, inner, after):
     assert [span.text for span in shown if span.bold] == ([inner] if inner else [])
 
 
+def test_what_looks_like_html_is_text_in_markdown():
+    """GitHub would drop "<tuned>", and a line break would end the row or the list."""
+    found = Table(("a <b>",), (("adam <tuned>",),), title="on <x>", notes=("one\ntwo <i>",)).markdown()
+    assert "<" not in found
+    assert found.splitlines()[0] == "**on &lt;x>**"
+    assert "| adam &lt;tuned> |" in found
+    assert "- one two &lt;i>" in found
+
+
 def test_a_lone_mark_is_text():
     assert list(spans("2**3")) == [Span("2**3", False)]
     assert list(spans(None)) == []

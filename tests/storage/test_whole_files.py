@@ -4,6 +4,7 @@ import json
 import os
 import stat
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 import l2lopt
 from l2lopt import optimisers
 from l2lopt.core.errors import UserError
+from l2lopt.evaluation.board import board
 from l2lopt.experiments import run_folder
 from l2lopt.optimisee import SavedRun
 from l2lopt.storage import tensor_file
@@ -53,6 +55,29 @@ def test_a_name_that_is_too_long_is_refused(tmp_path):
         existing(tmp_path / ("x" * 5000), "a config", "do this")
     with pytest.raises(UserError, match="expected a folder to write in, found File name too long"):
         run_folder.claimed(tmp_path / ("x" * 5000), False, False).__enter__()
+
+
+def test_a_place_that_cannot_be_written_in_is_refused(tmp_path):
+    """As a folder of another user's: below a file there is none."""
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file" / "a.txt", Path("/proc/l2lopt/a.txt")):
+        with pytest.raises(UserError, match=r"(file|/proc/l2lopt): expected a folder to write in, found "):
+            write_text(path, "a")
+    with pytest.raises(UserError, match="expected a folder to write in"):
+        l2lopt.save(network(), tmp_path / "file" / "a.safetensors")
+    with pytest.raises(
+        UserError, match="expected a file that can be written, found File name too long; choose another"
+    ):
+        l2lopt.save(network(), tmp_path / ("x" * 300))
+    with pytest.raises(UserError, match="expected a folder to write in"), board(tmp_path / "file" / "tensorboard"):
+        pass
+
+
+def test_the_home_folder_may_be_said_in_short(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    l2lopt.save(network(), "~/mine.safetensors")
+    assert (tmp_path / "mine.safetensors").exists()
+    assert l2lopt.load("~/mine.safetensors").description == network().description
 
 
 def network():

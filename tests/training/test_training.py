@@ -363,6 +363,9 @@ def test_damaged_records_are_not_drawn(tmp_path, content):
 def test_the_curve_is_smoothed_over_what_went_before():
     values = plotting._running_mean(plotting.np.array([1.0, 3.0, 5.0, 7.0]), 2)
     assert values.tolist() == [1.0, 2.0, 4.0, 6.0]
+    assert plotting._running_mean(plotting.np.array([1.0, 3.0]), 3).tolist() == [1.0, 2.0]
+    after_a_leap = plotting._running_mean(plotting.np.array([1e20, *[1.0] * 10]), 3)
+    assert after_a_leap[3:].tolist() == [1.0] * 8
 
 
 def test_a_checkpoints_keys_are_those_of_earlier_versions(tmp_path):
