@@ -131,16 +131,13 @@ def test_what_is_said_of_the_full_network_is_in_its_losses():
     for learned, said in product((lstm, rule), ("SGD", "Adam", "the harness", "Muon")):
         cells = []
         for split in ("train", "test"):
-            pairs = zip(losses[learned, split, 1000], losses[OTHERS[said], split, 1000], strict=False)
+            pairs = zip(losses[learned, split, 1000], losses[OTHERS[said], split, 1000], strict=True)
             found = [one - other for one, other in pairs]
-            cell = ", ".join(f"{value:.2f}" for value in found)
-            if len(found) > 1:
-                mean = sum(found) / len(found)
-                low, high = stats.t.interval(0.95, len(found) - 1, mean, stats.sem(found))
-                interval = f"{mean:.2f} [{low:.2f}, {high:.2f}]"
-                assert interval.replace("-", "−") in claim
-                cell += f": {interval}"
-            cells.append(cell.replace("-", "−"))
+            mean = fmean(found)
+            low, high = stats.t.interval(0.95, len(found) - 1, mean, stats.sem(found))
+            interval = f"{mean:.2f} [{low:.2f}, {high:.2f}]".replace("-", "−")
+            assert interval in claim
+            cells.append(", ".join(f"{value:.2f}" for value in found).replace("-", "−") + f": {interval}")
         assert f"| {learned} against {said} | {cells[0]} | {cells[1]} |" in text
     told = re.search(
         r"the IHC-LSTM is ([\d.]+), SGD's ([\d.]+) and Adam's ([\d.]+); the\s+LSTM's ([\d.]+), behind Adam's. "
@@ -155,11 +152,10 @@ def test_what_is_said_of_the_full_network_is_in_its_losses():
     names = ("learned `lstm`", r"and\s`ihc-lstm`", ", SGD", ", Adam", ", the harness", "and Muon")
     pattern = "full size: " + "".join(f"{name} {number} ?" for name in names)
     said = re.search(pattern, readme)
-    assert said.groups() == tuple(f"{value:.3g}" for value in test.values())
-    ends = [losses[name, split, 1000][0] for name in ("muon", "harness") for split in ("train", "test")]
-    assert "Muon ends at {:.3f} and {:.3f} there".format(*ends) in text
-    assert "the harness ({:.3f} and {:.3f})".format(*ends[2:]) in text
-    assert "Muon, {:.3f} and {:.3f}".format(*ends) in claim
+    assert said.groups() == tuple(f"{value:#.3g}" for value in test.values())
+    ends = [fmean(losses[name, split, 1000]) for name in ("muon", "harness") for split in ("train", "test")]
+    assert re.search(r"Muon ends at {:.3f}\s+and {:.3f}, ".format(*ends), text)
+    assert "network ends at {:.3f} and {:.3f}, between".format(*ends[2:]) in text
     assert "test loss {:.3g}, {:.3g}, {:.3g} and {:.3g};".format(*list(test.values())[:4]) in claim
 
 
