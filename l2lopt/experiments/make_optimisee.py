@@ -1,6 +1,7 @@
 """An optimisee from any `nn.Module`, a loss and samples."""
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -188,9 +189,18 @@ def _check_factory(model: Any) -> None:
 def _first_loss(optimisee: ModuleOptimisee) -> Tensor:
     """The loss on the first batch, its gradient taken if it is one number."""
     params, aux = optimisee.init(0)
-    value, _ = optimisee.loss(
-        {name: value.requires_grad_() for name, value in params.items()}, aux, optimisee.batch("train", 0, 0)
-    )
+    params = {name: value.requires_grad_() for name, value in params.items()}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        value, _ = optimisee.loss(params, aux, optimisee.batch("train", 0, 0))
+    for warning in told:
+        if "Using a target size" in str(warning.message):  # [n, 1] and [n] are broadcast to a loss of all pairs
+            found, remedy = (
+                str(warning.message).partition(". ")[0],
+                "give both the same shape, by targets[:, None], say",
+            )
+            raise UserError("loss(model(inputs), targets)", expected="equal shapes", found=found, remedy=remedy)
+        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
     if value.requires_grad and not value.dim():
         value.backward()
     return value

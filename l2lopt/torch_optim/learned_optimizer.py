@@ -38,7 +38,7 @@ from l2lopt.torch_optim.options import (
     warn_of_small_factors,
     with_plain_numbers,
 )
-from l2lopt.torch_optim.parameter_groups import each_of, named_alike, parameter_groups, roles_of
+from l2lopt.torch_optim.parameter_groups import as_one_module, each_of, named_alike, parameter_groups, roles_of
 from l2lopt.torch_optim.partition import vectors_of
 from l2lopt.torch_optim.state_check import check_rules, check_shapes
 from l2lopt.torch_optim.state_dict import restore
@@ -91,7 +91,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
     CUDA graphs are refused: the rules read the step count, and the fallback its checks, on the host.
 
     Args:
-        params: A module, whose parameters these are (see `parameter_groups`); or tensors, (name, tensor)
+        params: A module or several, whose parameters these are (see `parameter_groups`); or tensors, (name, tensor)
             pairs, or groups of them as dicts, which may set any option below for their parameters; float32, bfloat16,
             float16 or float64.
         weights: Rule: a name in `list_weights()`, "normalised-muon", a file, a choice, or an optimiser. The default is
@@ -155,6 +155,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
         torchs = {"capturable": capturable, "differentiable": differentiable}  # torch.optim adds the second on loading
         about = {"state_dtype": state_dtype, "steps": steps, "kind": kind, "split": split, "fan_in": fan_in}
         self._clear_cache()
+        params = as_one_module(params)
         if isinstance(params, nn.Module):
             given = ("kind", kind), ("split", split), ("fan_in", fan_in)
             asked = {name for name, value in given if value is not None}

@@ -63,6 +63,12 @@ def parameter_groups(module: nn.Module, *, by_role: bool = False) -> list[dict[s
     ]
 
 
+def as_one_module(params: Any) -> Any:
+    """Several modules as one; anything else as it is."""
+    several = isinstance(params, list | tuple) and len(params) > 0 and all(isinstance(one, nn.Module) for one in params)
+    return nn.ModuleList(params) if several else params
+
+
 def _fan_ins_of_transposed(module: nn.Module) -> dict[str, int]:
     """Name → fan-in of the parameters of layers whose weight has its inputs first: `Conv1D` of transformers' GPT-2."""
     found = dict[str, int]()

@@ -54,13 +54,15 @@ def list_weights() -> list[str]:
 
 
 def find(weights: str | Path) -> Path:
-    """The file of a name in `list_weights()`, or the path as it is.
+    """The file of a name in `list_weights()`, that of a folder which meta-training has left, or the path as it is.
 
     Raises:
         UserError: If there is no such name and no such file.
     """
     if isinstance(weights, str) and weights in list_weights():
         return HOME / f"{weights}.safetensors"
+    if not isinstance(weights, bytes) and os.path.isfile(own := Path(weights).expanduser() / "optimiser.safetensors"):
+        return own
     known, asked = [*list_weights(), *optimisers.UNTUNED], str(weights).lower().replace("_", "-")
     near = ["normalised-muon"] if asked == "harness" else get_close_matches(asked, known, n=1)
     near = [name for name in near if name != str(weights)]

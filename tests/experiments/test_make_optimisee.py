@@ -120,6 +120,17 @@ def test_augmentation_by_other_generators_is_refused():
         made(augment=lambda inputs, generator: inputs + torch.randn_like(inputs))
 
 
+def test_a_loss_that_is_broadcast_is_refused():
+    """MSE of outputs [n, 1] and targets [n] is a mean over all pairs."""
+    inputs, targets = torch.randn(12, 3), torch.randn(12)
+    model, loss = lambda: torch.nn.Linear(3, 1), torch.nn.functional.mse_loss
+    with pytest.raises(
+        UserError, match=r"expected equal shapes, found Using a target size .*; give both the same shape"
+    ):
+        l2lopt.make_optimisee(model, loss, (inputs, targets), batch_size=4)
+    l2lopt.make_optimisee(model, loss, (inputs, targets[:, None]), batch_size=4)
+
+
 @pytest.mark.parametrize(
     ("augment", "found"),
     [

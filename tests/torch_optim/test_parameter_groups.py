@@ -67,6 +67,14 @@ def test_a_layer_that_is_unfrozen_later_is_trained_from_then_on(weights):
     assert parameters(model).equal(parameters(again))
 
 
+def test_several_modules_are_one():
+    encoder, decoder = torch.nn.Embedding(9, 4), torch.nn.Linear(4, 9)
+    (group,) = LearnedOptimizer([encoder, decoder]).param_groups
+    assert group["param_names"] == ["0.weight", "1.weight", "1.bias"]
+    assert group["kind"] == ["embedding", "head", "vector"]
+    assert [id(p) for p in group["params"]] == [id(p) for one in (encoder, decoder) for p in one.parameters()]
+
+
 def test_frozen_numbers_of_another_kind_are_taken():
     """As the integers of a quantised layer beside trained adapters."""
     model = torch.nn.Linear(4, 4)

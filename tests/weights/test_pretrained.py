@@ -1,5 +1,8 @@
 """The learned optimisers that come with the package."""
 
+import re
+from pathlib import Path
+
 import laws
 import pytest
 import torch
@@ -33,6 +36,14 @@ def test_the_header_says_how_they_were_made(name):
     assert (header["optimiser"]["name"] == "hierarchical") == (name in PER_TENSOR)
     assert min(training[key] for key in ("seconds", "inner_steps", "meta_updates", "best_update")) > 0
     assert (files.HOME / f"{name}.safetensors").stat().st_size < 100_000
+
+
+@pytest.mark.parametrize("name", PER_TENSOR)
+def test_the_headers_benchmark_is_that_of_the_readme(name):
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    said = re.findall(r"[+−][\d.]+ % \[[^\]]+\]", files.header(name)["training"]["benchmark"])
+    assert len(said) == 5
+    assert all(figure in readme for figure in said)
 
 
 @pytest.mark.parametrize("name", COORDINATEWISE)
