@@ -195,10 +195,7 @@ def _first_loss(optimisee: ModuleOptimisee) -> Tensor:
         value, _ = optimisee.loss(params, aux, optimisee.batch("train", 0, 0))
     for warning in told:
         if "Using a target size" in str(warning.message):  # [n, 1] and [n] are broadcast to a loss of all pairs
-            found, remedy = (
-                str(warning.message).partition(". ")[0],
-                "give both the same shape, by targets[:, None], say",
-            )
+            found, remedy = str(warning.message).partition(". ")[0], "give both one shape, by targets[:, None], say"
             raise UserError("loss(model(inputs), targets)", expected="equal shapes", found=found, remedy=remedy)
         warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
     if value.requires_grad and not value.dim():

@@ -72,7 +72,7 @@ class FileCache:
 
         Args:
             work: Facts that the group depends on, besides those of all groups.
-            make: What would make the group; it is not called.
+            make: Function that would make the group; it is not called.
 
         Raises:
             MissingRunError: Where there are none.

@@ -61,7 +61,7 @@ def find(weights: str | Path) -> Path:
     """
     if isinstance(weights, str) and weights in list_weights():
         return HOME / f"{weights}.safetensors"
-    if not isinstance(weights, bytes) and os.path.isfile(own := Path(weights).expanduser() / "optimiser.safetensors"):
+    if os.path.isfile(own := Path(weights).expanduser() / "optimiser.safetensors"):
         return own
     known, asked = [*list_weights(), *optimisers.UNTUNED], str(weights).lower().replace("_", "-")
     near = ["normalised-muon"] if asked == "harness" else get_close_matches(asked, known, n=1)

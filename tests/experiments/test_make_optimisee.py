@@ -124,9 +124,7 @@ def test_a_loss_that_is_broadcast_is_refused():
     """MSE of outputs [n, 1] and targets [n] is a mean over all pairs."""
     inputs, targets = torch.randn(12, 3), torch.randn(12)
     model, loss = lambda: torch.nn.Linear(3, 1), torch.nn.functional.mse_loss
-    with pytest.raises(
-        UserError, match=r"expected equal shapes, found Using a target size .*; give both the same shape"
-    ):
+    with pytest.raises(UserError, match=r"expected equal shapes, found Using a target size .*; give both one shape"):
         l2lopt.make_optimisee(model, loss, (inputs, targets), batch_size=4)
     l2lopt.make_optimisee(model, loss, (inputs, targets[:, None]), batch_size=4)
 
