@@ -330,8 +330,8 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal or a pipe may know fewer characters than UTF-8 has, as on Windows: ↑ would end in a traceback.
         sys.stdout.reconfigure(errors="replace")
-    # For "mymodule:name" in configs; last, so that no file of one's own takes the place of an installed module.
-    sys.path.append(os.getcwd())
+    # The working folder, for "mymodule:name" in configs; last, so that no file there hides an installed module.
+    sys.path.append("")
     try:
         code = app(standalone_mode=False)
         if code == 130:  # Typer's, after an interruption
