@@ -114,7 +114,7 @@ def _decoded(folder: Path, files: tuple[_File, ...], size: int | None) -> Tensor
             with written_whole(place) as temporary:
                 save_file({"images": images}, temporary, metadata={"l2lopt.images": fingerprint})
             break
-        except (OSError, SafetensorError):  # a folder that may only be read, or a full disk
+        except (UserError, SafetensorError):  # a folder that may only be read, or a full disk
             continue
     return images
 

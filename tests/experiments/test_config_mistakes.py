@@ -37,7 +37,7 @@ LARGE = 10**9
         ("optimiser={name='coordinatewise', cell='builtins:list'}", "cell 'builtins:list': "),
         (
             "optimiser={name='coordinatewise', inputs=['builtins:list']}",
-            "input 'builtins:list': expected a Input, found",
+            "input 'builtins:list': expected an Input, found",
         ),
         (
             "unroll.estimator='builtins:list'",
