@@ -358,7 +358,11 @@ def publish(run: str | Path, path: str | Path, **facts: Any) -> Path:
     training = weights.header(file)["training"]
     training["config"] = meta_training_config(folder, ()).model_dump(mode="json", exclude_none=True)
     if (folder / "evaluation.json").exists():
-        training["comparisons"] = {"its own problem": evaluation_summary(folder / "evaluation.json")["table"]}
+        table = evaluation_summary(folder / "evaluation.json")["table"]
+        training["comparisons"] = {"its own problem": table}
+        # As `evaluate` has named it among others of its name, the most special name first.
+        name, shown = meta_training_config(folder, ()).name, {row["optimiser"] for row in table}
+        training["row"] = next((one for one in (f"{name} ({folder})", f"{name} ({folder.name})") if one in shown), name)
     weights.save(weights.load(file, trusted=True), path, training | facts)
     return Path(path)
 

@@ -151,7 +151,7 @@ def _failures(training: Mapping[str, Any], rule: str) -> Iterator[str]:
     lines = _told_failures(training)
     for label, rows in training.get("comparisons", {}).items():
         names = list(dict.fromkeys(row["optimiser"] for row in rows if row["kind"] == "learned"))
-        own = [name for name in names if name.partition(", ")[0].lower() in (rule.split()[-1], training.get("label"))]
+        own = [name for name in names if _is_own(name, training, rule)]
         for name in own or names:
             mine = [row for row in rows if row["optimiser"] == name]
             behind: dict[str, list[str]] = {}
@@ -164,6 +164,14 @@ def _failures(training: Mapping[str, Any], rule: str) -> Iterator[str]:
             said += [f"up to {lost} runs ended above their first loss"] if lost else []
             lines += [f"- {label}, {name}: {'; '.join(said)}."] if said else []
     yield "\n".join(lines) if lines else "None recorded, which does not say that there are none."
+
+
+def _is_own(name: str, training: Mapping[str, Any], rule: str) -> bool:
+    """Whether a row of a comparison is the rule's: by the name that it had there, its label, or that of its cell."""
+    if "row" in training:
+        return name == training["row"] or name.startswith(f"{training['row']}, ")
+    label = training.get("label")
+    return name.partition(", ")[0].lower() == rule.split()[-1] or name == label or name.startswith(f"{label}, ")
 
 
 def _told_failures(training: Mapping[str, Any]) -> list[str]:

@@ -92,6 +92,22 @@ def test_failures_are_those_of_the_rule_where_a_row_has_its_name(card):
     assert found.count("\n") == 0
 
 
+@pytest.mark.parametrize(
+    ("facts", "own"),
+    [
+        ({"row": "learned-lstm (b)"}, ["learned-lstm (b)", "learned-lstm (b), multiplier tuned"]),
+        ({"row": "learned-lstm"}, ["learned-lstm"]),
+        ({"label": "Mine"}, ["Mine"]),
+    ],
+)
+def test_failures_are_not_those_of_another_rule(card, facts, own):
+    """Of a run that was evaluated beside others of its name, and of one whose label has a capital."""
+    names = ["learned-lstm", "learned-lstm (b)", "learned-lstm (b), multiplier tuned", "Mine", "other"]
+    rows = [ROW | {"optimiser": name} for name in names]
+    found = sections(card(comparisons={"digits": rows}, **facts)[1])["Known failures"].splitlines()
+    assert [line.partition("digits, ")[2].partition(": behind")[0] for line in found] == own
+
+
 @pytest.mark.parametrize("name", files.list_weights())
 def test_those_in_the_package_have_one(name):
     text = model_card(name)
