@@ -209,19 +209,14 @@ def fingerprint(**what: Any) -> dict[str, Any]:
 def format_range(values: Sequence[float], digits: int) -> str:
     """A table's entry: the mean, and for several values the lowest and the highest number in brackets.
 
-    Runs that have diverged, of which a figure is NaN, are in neither and are counted behind them.
-
     Example:
         >>> from l2lopt.parallel.jobs import format_range
         >>> format_range([1.0, 2.0, 4.0], digits=2)
         '2.33 (1.00–4.00)'
     """
-    known = [value for value in values if not math.isnan(value)]
-    lost = f"{len(values) - len(known)} of {len(values)} diverged" if len(known) < len(values) else ""
-    if not known:
-        return lost
-    brackets = f" ({min(known):.{digits}f}–{max(known):.{digits}f})" if len(known) > 1 else ""
-    return f"{fmean(known):.{digits}f}{brackets}" + (f", {lost}" if lost else "")
+    known = [value for value in values if not math.isnan(value)] or values
+    brackets = f" ({min(known):.{digits}f}–{max(known):.{digits}f})" if len(values) > 1 else ""
+    return f"{fmean(values):.{digits}f}{brackets}"
 
 
 def unique_labels(rows: list[L]) -> list[L]:
