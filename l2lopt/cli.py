@@ -34,7 +34,7 @@ _RANK = os.environ.get("RANK", "0") if os.environ.get("WORLD_SIZE", "1") != "1" 
 def _use_data(folder: Path | None) -> Path | None:
     """Puts the folder where everything looks for it, the processes that are started included."""
     if folder is not None:
-        os.environ["L2LOPT_DATA"] = os.fspath(folder.expanduser().absolute())
+        os.environ["L2LOPT_DATA"] = os.path.abspath(os.path.expanduser(folder))
     return folder
 
 

@@ -72,7 +72,7 @@ class TorchClass:
             options = {**self.options} if self.lr is None else {"lr": self.lr, **self.options}
             optimizer = self.kind(params, **options)
         except (ValueError, TypeError, RuntimeError, AssertionError, NotImplementedError) as error:  # its own checks
-            remedy = 'change the options, or give the parameters that are no matrices to another: rest = "adamw"'
+            remedy = 'change the options, or in a comparison give what is no matrix to another: rest = "adamw"'
             raise UserError(
                 f"optimiser {self.name!r}", expected="one for these parameters", found=str(error), remedy=remedy
             ) from None

@@ -134,6 +134,8 @@ def reproduce(
             processes.on_first(lambda: run_folder.writable(Path(cache), "choose another --cache"))
         lock = locked(Path(folder))
         processes.on_first(lambda: held.enter_context(lock))
+        if processes.ranks() == 1:  # several would share out what is read, too
+            comparison_jobs.collect_cached(location, planned)
         _forecast(location, planned, jobs)
         if jobs > 1 and processes.ranks() > 1:
             raise UserError("jobs", expected="1 under torchrun", found=str(jobs), remedy="drop --jobs, or torchrun")
@@ -156,9 +158,7 @@ def _check_names(location: StudyLocation) -> None:
 
 
 def _forecast(location: StudyLocation, planned: Sequence[Job], jobs: int) -> None:
-    """Logs how long the jobs without a result will take, once those whose runs are all in the cache have theirs."""
-    if processes.ranks() == 1:  # several share out what is read, too, and this one is alone here
-        comparison_jobs.collect_cached(location, planned)
+    """Logs how long the jobs without a result will take."""
     missing = processes.on_first(lambda: [job for job in planned if None in comparison_jobs.cached_runs(location, job)])
     if not missing:
         return

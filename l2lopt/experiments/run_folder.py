@@ -164,6 +164,16 @@ def saved(folder: Path, what: str) -> tuple[Choice, SavedRun]:
     return choice, SavedRun(folder, options, params)
 
 
+def row_names(name: str, folder: Path) -> tuple[str, str, str]:
+    """The names that a run's row in an evaluation may have; it gets the first that no run before it has.
+
+    Args:
+        name: Label of the run's optimiser.
+        folder: Folder of the run.
+    """
+    return name, f"{name} ({folder.name})", f"{name} ({folder})"
+
+
 def evaluation_summary(path: Path) -> Mapping[str, Any]:
     """The "table", the "horizons", the "cut" curves and the "proper" names of an `evaluation.json`.
 

@@ -27,6 +27,7 @@ from l2lopt.experiments.run_folder import (
     draw_meta_training,
     evaluation_summary,
     leave_evaluation,
+    row_names,
     writable,
 )
 from l2lopt.optimisee import Optimisee
@@ -177,8 +178,7 @@ def evaluate(
         first = build.build(_alone(settings[0]), from_python.listed(optimisee)[:1], meta_training=False)
         learned, rules = {}, {}
         for folder, own in zip(folders, settings, strict=True):
-            names = (own.name, f"{own.name} ({folder.name})", f"{own.name} ({folder})")
-            name = next(name for name in names if name not in learned)
+            name = next(name for name in row_names(own.name, folder) if name not in learned)
             optimiser = build.match_dtype(
                 weights.load(folder / "optimiser.safetensors", trusted=True), [first.optimisee]
             )
@@ -360,9 +360,9 @@ def publish(run: str | Path, path: str | Path, **facts: Any) -> Path:
     if (folder / "evaluation.json").exists():
         table = evaluation_summary(folder / "evaluation.json")["table"]
         training["comparisons"] = {"its own problem": table}
-        # As `evaluate` has named it among others of its name, the most special name first.
-        name, shown = meta_training_config(folder, ()).name, {row["optimiser"] for row in table}
-        training["row"] = next((one for one in (f"{name} ({folder})", f"{name} ({folder.name})") if one in shown), name)
+        shown, named = {row["optimiser"] for row in table}, row_names(meta_training_config(folder, ()).name, folder)
+        if found := [name for name in named if name in shown]:  # none after an evaluation by another label
+            training["row"] = found[-1]  # those before it are other runs'
     weights.save(weights.load(file, trusted=True), path, training | facts)
     return Path(path)
 

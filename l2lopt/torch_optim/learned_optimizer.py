@@ -251,10 +251,13 @@ class LearnedOptimizer(torch.optim.Optimizer):
             value = self._loss(loss)
             if loss is not None and value is not None:
                 self._check_divergence(value)
+            late = []
             for index, group in enumerate(self.param_groups):
                 others = [param for other in self.param_groups if other is not group for param in other["params"]]
                 for vector in vectors_of(group, self.state, self._vectors.setdefault(index, {}), others):
                     self._step_vector(vector, group, value)
+                    late += [group] * (vector.steps_made == LATE)
+        warn_of_small_factors(late, self._rules)
         return result
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -339,8 +342,6 @@ class LearnedOptimizer(torch.optim.Optimizer):
         if decay:
             update = update - decay * theta
         vector.scatter(theta.add_(update if isinstance(lr, float) and lr == 1 else lr * update))
-        if vector.steps_made == LATE:
-            warn_of_small_factors([group], self._rules)
 
     def _update(
         self, vector: FlatVector, group: dict[str, Any], grads: Tensor, theta: Tensor, loss: Tensor | None

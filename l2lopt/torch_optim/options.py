@@ -91,7 +91,7 @@ def refuse_torchs(options: Mapping[str, Any]) -> None:
 
 
 def warn_of_small_factors(groups: Sequence[Mapping[str, Any]], rules: Mapping[str, Optimiser]) -> None:
-    """Logs a warning each, once, where `lr` or `weight_decay` look like those of an optimiser with a rate.
+    """Logs a warning each, for all groups, where `lr` or `weight_decay` look like those of an optimiser with a rate.
 
     The one multiplies the step of a rule that has a size of its own, the other is a share of the weights at each step.
 
@@ -108,10 +108,8 @@ def warn_of_small_factors(groups: Sequence[Mapping[str, Any]], rules: Mapping[st
         text = "lr=%g makes every step of the rule that much smaller: it is a factor, 1 by default, and not a rate"
         log.warning(text, rates[0])
     if decays:
-        text = (
-            "weight_decay takes %g of every weight at each step, as AdamW's is multiplied by a small rate and this is "
-        )
-        text += "not: leave it out where the rule decays by itself, or give AdamW's lr·weight_decay"
+        text = "weight_decay takes %g of every weight at each step, and is not multiplied by a small rate as AdamW's: "
+        text += "leave it out where the rule decays by itself, or give AdamW's lr·weight_decay"
         log.warning(text, decays[0])
 
 

@@ -1,16 +1,16 @@
 """The meta-gradient followed by Adam: unroll after unroll, their mean clipped to a norm."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from l2lopt.core.layout import Params
-from l2lopt.core.precision import double
 from l2lopt.optimisers import Optimiser
 from l2lopt.optimisers.schedules import set_rates
+from l2lopt.training.clipping import clip_gradients
 from l2lopt.training.inner_runs import InnerRuns, UnrollSummary
 from l2lopt.training.meta_optimiser import MetaOptimiser, MetaUpdate
 from l2lopt.training.settings import MetaTrainSettings
@@ -82,20 +82,6 @@ class Adam(MetaOptimiser):
             "rate": rate,
             "update_size": _mean([unroll.update_size for unroll in unrolls]),
         }
-
-
-def clip_gradients(parameters: Iterable[Tensor], largest: float) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_` also where the squares of finite gradients overflow; gives their norm.
-
-    There its norm is infinite, and the gradients that it leaves are 0.
-    """
-    parameters = [parameter for parameter in parameters if parameter.grad is not None]
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm(grads)
-    if norm.isinf() and all(bool(grad.isfinite().all()) for grad in grads):
-        norm = torch.stack([double(grad).square().sum() for grad in grads]).sum().sqrt()
-    torch.nn.utils.clip_grads_with_norm_(parameters, largest, norm)
-    return norm
 
 
 def agreement(gradients: Sequence[Params]) -> float:

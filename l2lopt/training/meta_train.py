@@ -252,14 +252,7 @@ class _MetaTraining:
 
 
 def _warn(result: MetaTrained, settings: MetaTrainSettings) -> None:
-    """Tells where nothing was gained, where many unrolls were left out, and on which problems the result is worse."""
-    if settings.updates:
-        _warn_of_no_gain(result, settings)
-    _warn_of_losses(result)
-
-
-def _warn_of_no_gain(result: MetaTrained, settings: MetaTrainSettings) -> None:
-    """Tells where the φ of the result is the one that meta-training began with, and where many unrolls gave none."""
+    """Tells where φ is the one that meta-training began with, where many unrolls gave none, and what became worse."""
     last = result.scores.get(settings.updates, math.nan)
     if not math.isfinite(result.score):
         _log.warning("no validation was finite: the optimiser is the one that meta-training began with")
@@ -269,10 +262,6 @@ def _warn_of_no_gain(result: MetaTrained, settings: MetaTrainSettings) -> None:
         _log.warning(said, len(result.scores), result.score, last)
     if result.skipped > (made := settings.updates * settings.batch) * FEW:
         _log.warning("%d of %d unrolls were not finite and were left out", result.skipped, made)
-
-
-def _warn_of_losses(result: MetaTrained) -> None:
-    """Names the problems that the φ of the result is worse on than the φ that meta-training began with."""
     worse = {name: score - result.before[name] for name, score in result.best.items()}
     # Beyond e^709 there is no float64.
     times = {name: math.exp(much) if much < 709 else math.inf for name, much in worse.items() if much > math.log(WORSE)}

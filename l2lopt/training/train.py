@@ -23,7 +23,7 @@ from l2lopt.torch_optim.learned_optimizer import LearnedOptimizer
 from l2lopt.torch_optim.parameter_groups import inform
 from l2lopt.torch_optim.registry import OptimizerFactory
 from l2lopt.torch_optim.state_dict import restore
-from l2lopt.training.adam import clip_gradients
+from l2lopt.training.clipping import clip_gradients
 from l2lopt.training.settings import TrainSettings as TrainSettings
 
 _log = logging.getLogger("l2lopt")

@@ -61,13 +61,13 @@ def find(weights: str | Path) -> Path:
     """
     if isinstance(weights, str) and weights in list_weights():
         return HOME / f"{weights}.safetensors"
-    if os.path.isfile(own := Path(weights).expanduser() / "optimiser.safetensors"):
+    if os.path.isfile(own := Path(os.path.expanduser(weights), "optimiser.safetensors")):
         return own
     known, asked = [*list_weights(), *optimisers.UNTUNED], str(weights).lower().replace("_", "-")
     near = ["normalised-muon"] if asked == "harness" else get_close_matches(asked, known, n=1)
     near = [name for name in near if name != str(weights)]
     remedy = f"did you mean {near[0]!r}?" if near else f"give a file of l2lopt meta-train, or one of {', '.join(known)}"
-    return existing(Path(weights).expanduser(), "a learned optimiser", remedy)
+    return existing(Path(os.path.expanduser(weights)), "a learned optimiser", remedy)
 
 
 def save(optimiser: Optimiser, path: str | Path, training: Mapping[str, Any] | None = None) -> None:
@@ -97,7 +97,7 @@ def save(optimiser: Optimiser, path: str | Path, training: Mapping[str, Any] | N
     if not isinstance(given, Optimiser):
         remedy = "give a rule, such as l2lopt.load gives"
         raise UserError("save", expected="an optimiser", found=f"a {type(given).__name__}", remedy=remedy)
-    path = Path(path).expanduser()
+    path = Path(os.path.expanduser(path))  # not `Path.expanduser`, which raises for a user that is none
     if os.path.isdir(path):  # not `Path.is_dir`, which raises for a name that no file can have
         raise UserError(str(path), expected="a file to write", found="a folder", remedy="add a file's name")
     if optimiser.description is None:

@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 import tomllib
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +26,8 @@ from l2lopt.evaluation.settings import SPLITS
 from l2lopt.experiments import build, runs
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.run_folder import claimed
+from l2lopt.storage import run_lock
+from l2lopt.weights import files
 from optimisees.quadratic import Quadratic
 
 RECIPE = configs.shipped("digits-coordinatewise.toml")
@@ -265,6 +268,9 @@ def test_runs_are_evaluated_side_by_side(run, tmp_path):
     assert (run / "evaluation.csv").read_bytes() == (other / "evaluation.csv").read_bytes()
     runs.plot(other)
     assert (other / "figures" / "loss-curves.png").stat().st_size > 10_000
+    for folder, row in ((run, "learned-lstm"), (other, "learned-lstm (other)")):
+        published = l2lopt.publish(folder, tmp_path / "published.safetensors")
+        assert files.header(published)["training"]["row"] == row
     l2lopt.evaluate(run)
 
 
@@ -339,6 +345,28 @@ def test_files_of_others_are_left_alone(tmp_path, run):
     (copy / "figures" / "paper.png").write_text("mine")
     l2lopt.meta_train(RECIPE, copy, changes=SMALL, overwrite=True)
     assert [path.name for path in (copy / "figures").iterdir()] == ["paper.png"]
+
+
+def test_an_overwriting_that_is_stopped_can_be_done_again(tmp_path, run, monkeypatch):
+    """At any file: the last ones to go are those that tell a run's folder from a stranger's."""
+    count, plain = sum(path.is_file() for path in run.rglob("*")), Path.unlink
+    for moment in range(1, count):
+        copy, left = tmp_path / str(moment), iter(range(moment))
+        shutil.copytree(run, copy)
+
+        def unlink(path, missing_ok=False, left=left):
+            if path.name != run_lock.NAME and next(left, None) is None:
+                raise KeyboardInterrupt
+            plain(path, missing_ok=missing_ok)
+
+        monkeypatch.setattr(Path, "unlink", unlink)
+        with suppress(KeyboardInterrupt), claimed(copy, overwrite=True, resume=False):
+            pass
+        monkeypatch.setattr(Path, "unlink", plain)
+        left_alone = {path.name for path in copy.iterdir() if path.is_file()} - {run_lock.NAME}
+        if left_alone != {"config.toml"}:  # which `--resume` takes
+            with claimed(copy, overwrite=True, resume=False):
+                assert not (copy / "config.toml").exists()
 
 
 def test_a_folder_that_cannot_be_written_in_is_refused(tmp_path):

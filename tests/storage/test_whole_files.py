@@ -78,6 +78,8 @@ def test_the_home_folder_may_be_said_in_short(tmp_path, monkeypatch):
     l2lopt.save(network(), "~/mine.safetensors")
     assert (tmp_path / "mine.safetensors").exists()
     assert l2lopt.load("~/mine.safetensors").description == network().description
+    with pytest.raises(UserError, match="~nobody-here/x: expected a learned optimiser"):
+        l2lopt.load("~nobody-here/x")
     l2lopt.save(network(), "~/run/optimiser.safetensors")
     assert l2lopt.load("~/run").description == network().description  # as of a folder that meta-training has left
 

@@ -208,14 +208,14 @@ def test_a_factor_that_looks_like_a_rate_is_warned_of_once(weights, lr, count, c
 @pytest.mark.parametrize("weights", ["normalised-muon", "lstm", {"name": "adam", "lr": 1.0}], ids=str)
 def test_a_rate_that_is_set_later_is_warned_of_as_well(weights, caplog):
     """By a schedule, after a hundred steps, when a warm-up to 1 is over it; or with a group that is added."""
-    param = nn.Parameter(torch.ones(2))
-    optimizer = LearnedOptimizer([param], weights)
+    params = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]
+    optimizer = LearnedOptimizer([{"params": [param]} for param in params], weights)
     for step in range(120):
-        optimizer.param_groups[0]["lr"] = 1e-3 * (step + 1) / 120
-        param.grad = torch.ones(2)
+        for group, param in zip(optimizer.param_groups, params, strict=True):
+            group["lr"], param.grad = 1e-3 * (step + 1) / 120, torch.ones_like(param)
         optimizer.step()
         assert len(caplog.records) == int(step >= 99 and not isinstance(weights, dict))
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "lr": 1e-3})
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4))], "lr": 1e-3})
     assert len(caplog.records) == (0 if isinstance(weights, dict) else 2)
     assert all("it is a factor, 1 by default, and not a rate" in record.message for record in caplog.records)
     caplog.clear()

@@ -17,7 +17,8 @@ from l2lopt.core.seeding import generator, seed_of
 from l2lopt.estimators import Backprop, Blockwise, MetaGradient, MetaGradientEstimator
 from l2lopt.evaluation.free_runs import run_free
 from l2lopt.optimisers import Optimiser
-from l2lopt.training.adam import Adam, agreement, clip_gradients
+from l2lopt.training.adam import Adam, agreement
+from l2lopt.training.clipping import clip_gradients
 from l2lopt.training.inner_runs import inner_steps
 from l2lopt.training.meta_train import meta_train
 from l2lopt.training.settings import MetaTrainSettings, Targets, UnrollSettings
