@@ -134,7 +134,7 @@ def reproduce(
             processes.on_first(lambda: run_folder.writable(Path(cache), "choose another --cache"))
         lock = locked(Path(folder))
         processes.on_first(lambda: held.enter_context(lock))
-        if processes.ranks() == 1:  # several would share out what is read, too
+        if processes.ranks() == 1:  # several would share out the reading among them, as they do runs
             comparison_jobs.collect_cached(location, planned)
         _forecast(location, planned, jobs)
         if jobs > 1 and processes.ranks() > 1:

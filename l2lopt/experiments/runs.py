@@ -356,11 +356,12 @@ def publish(run: str | Path, path: str | Path, **facts: Any) -> Path:
     """
     folder, file = Path(run), Path(run) / "optimiser.safetensors"
     training = weights.header(file)["training"]
-    training["config"] = meta_training_config(folder, ()).model_dump(mode="json", exclude_none=True)
+    config = meta_training_config(folder, ())
+    training["config"] = config.model_dump(mode="json", exclude_none=True)
     if (folder / "evaluation.json").exists():
         table = evaluation_summary(folder / "evaluation.json")["table"]
         training["comparisons"] = {"its own problem": table}
-        shown, named = {row["optimiser"] for row in table}, row_names(meta_training_config(folder, ()).name, folder)
+        shown, named = {row["optimiser"] for row in table}, row_names(config.name, folder)
         if found := [name for name in named if name in shown]:  # none after an evaluation by another label
             training["row"] = found[-1]  # those before it are other runs'
     weights.save(weights.load(file, trusted=True), path, training | facts)

@@ -351,7 +351,7 @@ SHARED = {
 """A study of the runs of a benchmark on one task."""
 
 
-def test_a_study_makes_no_run_again_that_a_benchmark_has_made(tmp_path, made, monkeypatch):
+def test_a_study_makes_no_run_again_that_a_benchmark_has_made(tmp_path, made, monkeypatch, caplog):
     """With its cache; another seed, and a study without that cache, make their own."""
     rates = {"rates": [0.1], "untuned": 0.1, "leagues": ["untuned"]}
     first = l2lopt.benchmark(
@@ -367,8 +367,10 @@ def test_a_study_makes_no_run_again_that_a_benchmark_has_made(tmp_path, made, mo
     )
     source = written(tmp_path, SHARED["study"], SHARED["config"])
     made.clear()
-    l2lopt.reproduce(source, tmp_path / "study", cache=tmp_path / "cache")
-    assert not made  # nor is any step timed for a forecast
+    with caplog.at_level(logging.INFO, "l2lopt"):
+        l2lopt.reproduce(source, tmp_path / "study", cache=tmp_path / "cache")
+    assert not made
+    assert "pieces to make" not in caplog.text  # nor is any step timed for a forecast
     monkeypatch.setattr(comparison_study, "_forecast", lambda *args: None)  # it takes some steps of its own
     for run in first.runs:
         path = tmp_path / "study" / "quadratic" / ("rule-0/free-run" if run.optimiser == "rule" else run.optimiser)
