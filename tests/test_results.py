@@ -100,6 +100,10 @@ CELLS = ("LSTM", "IHC-LSTM")
             for cell in CELLS
             for said in others
         ),
+        *(
+            (f"{rule} against itself untrained", (rule, f"{rule}, untrained"))
+            for rule in (f"{cell}, the paper's rule" for cell in CELLS)
+        ),
         ("the harness against Muon", ("harness", "muon")),
         ("IHC-LSTM against LSTM, per tensor", ("IHC-LSTM per tensor", "LSTM per tensor")),
         ("IHC-LSTM against LSTM, the paper's rule", ("IHC-LSTM, the paper's rule", "LSTM, the paper's rule")),

@@ -424,9 +424,11 @@ TINY = [
 ]
 
 
-LEARNED = ["LSTM, the paper's rule", "IHC-LSTM, the paper's rule", "LSTM per tensor", "IHC-LSTM per tensor"]
-FULL = [*LEARNED, "sgd", "adam", "muon", "harness", "adamw", "momentum"]
-NARROW = [*LEARNED, "sgd", "adam", "muon", "harness", "adamw", "harness, S = 0.04", "momentum"]
+TRAINED = ["LSTM, the paper's rule", "IHC-LSTM, the paper's rule"]
+UNTRAINED = [f"{label}, untrained" for label in TRAINED]
+OTHERS = ["LSTM per tensor", "IHC-LSTM per tensor", "sgd", "adam", "muon", "harness", "adamw"]
+FULL = [*TRAINED, *OTHERS, "momentum"]
+NARROW = [*TRAINED, *UNTRAINED, *OTHERS, "harness, S = 0.04", "momentum"]
 
 
 @pytest.mark.parametrize(
