@@ -150,6 +150,8 @@ def loss_curves(
         told = bands_of(max(band.seeds for band in bands.values()))
         # About twelve letters to an inch; an entry's line takes the room of eight.
         across = max(1, 62 * len(splits) // max((len(label) + 8 for label in labels), default=1))
+        # Without this a long legend would take its room from the panels.
+        figure.set_size_inches(5.2 * len(splits), 4.2 + 0.22 * max(0, math.ceil(len(labels) / across) - 2))
         figure.legend(
             handles, labels, loc="outside lower center", ncols=min(across, len(labels)), frameon=False, title=told
         )
@@ -281,7 +283,7 @@ def _limits(bands: Collection[Band]) -> tuple[float, float] | None:
     """Around all means after step 0 that are as low as those from a tenth of the steps on that are below the first."""
     late = _means(bands, max(1.0, max(float(band.steps[-1]) for band in bands) / 10))
     late = late[late < _first(bands)]
-    return (float(_means(bands, 1).min()) / 1.5, 1.5 * float(late.max())) if late.size else None
+    return (float(_means(bands, 1).min()) / 1.2, 1.2 * float(late.max())) if late.size else None
 
 
 def _cut(band: Band, breaks: Sequence[int]) -> Band:

@@ -88,6 +88,21 @@ def test_the_lines_of_several_runs_are_cut_and_no_others(tmp_path, monkeypatch, 
     assert [name for name, steps in seen[0].items() if steps] == expected
 
 
+def test_a_long_legend_takes_no_room_from_the_panels(tmp_path, monkeypatch):
+    heights = []
+
+    def measured(figure, folder, name):
+        figure.canvas.draw()
+        heights.append(figure.axes[0].get_window_extent().height)
+        figures.plt.close(figure)
+
+    monkeypatch.setattr(figures, "write_figure", measured)
+    for count in (2, 40):
+        rows = "".join(f"{'long ' * 8}{k},learned,0,{t},train,1.0\n" for k in range(count) for t in (0, 9))
+        figures.loss_curves(figures.read(written(tmp_path, HEADER + rows)), tmp_path)
+    assert heights[1] > 0.9 * heights[0]
+
+
 def panel_of(*curves, steps=(0, 1, 10)):
     bands = {(str(k), "learned"): figures.Band(np.array(steps), *[np.array(one)] * 3) for k, one in enumerate(curves)}
     figure, panel = figures.plt.subplots()
@@ -101,13 +116,13 @@ def panel_of(*curves, steps=(0, 1, 10)):
 def test_where_a_curve_rises_far_above_the_first_loss_it_is_seen_what_all_come_to():
     low, high = [4.0, 2.0, 1.0], [4.0, 1e5, 2.0]
     panel = panel_of(low, high)
-    assert panel.get_ylim() == pytest.approx((1 / 1.5, 3.0))
+    assert panel.get_ylim() == pytest.approx((1 / 1.2, 2.4))
     assert panel.get_xlim() == pytest.approx((0.1, 10))
-    assert panel_of(low, [4.0, 1e5, 0.0]).get_ylim() == pytest.approx((1 / 1.5, 3.0))  # a logarithm's axis has no zero
-    assert panel_of(low, [4.0, 2.0, 9.0]).get_ylim() == pytest.approx((1 / 1.5, 3.0))  # nor one that ends above it
-    assert panel_of([np.nan, 2.0, 1.0], high).get_ylim() == pytest.approx((1 / 1.5, 3.0))
+    assert panel_of(low, [4.0, 1e5, 0.0]).get_ylim() == pytest.approx((1 / 1.2, 2.4))  # a logarithm's axis has no zero
+    assert panel_of(low, [4.0, 2.0, 9.0]).get_ylim() == pytest.approx((1 / 1.2, 2.4))  # nor one that ends above it
+    assert panel_of([np.nan, 2.0, 1.0], high).get_ylim() == pytest.approx((1 / 1.2, 2.4))
     early = panel_of([4.0, 3.5, 3.0, 1.0], [4.0, 1e5, 3.9, 2.0], steps=(0, 1, 99, 1000))
-    assert early.get_ylim() == pytest.approx((1 / 1.5, 3.0))
+    assert early.get_ylim() == pytest.approx((1 / 1.2, 2.4))
 
 
 def test_all_of_other_curves_is_in_the_picture():
