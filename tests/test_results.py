@@ -86,6 +86,7 @@ def difference(first, second, split):
 
 
 OTHERS = {"SGD": "sgd", "Adam": "adam", "AdamW": "adamw", "Muon": "muon", "the harness": "harness"}
+OTHERS |= {"the harness, S = 0.04": "harness, S = 0.04"}
 RULES = {" per tensor": OTHERS, ", the paper's rule": ("SGD", "Adam")}
 CELLS = ("LSTM", "IHC-LSTM")
 
