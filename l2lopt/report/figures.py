@@ -151,7 +151,7 @@ def loss_curves(
         # About twelve letters to an inch; an entry's line takes the room of eight.
         across = max(1, 62 * len(splits) // max((len(label) + 8 for label in labels), default=1))
         # Without this a long legend would take its room from the panels.
-        figure.set_size_inches(5.2 * len(splits), 4.2 + 0.22 * max(0, math.ceil(len(labels) / across) - 2))
+        figure.set_figheight(4.2 + 0.22 * max(0, math.ceil(len(labels) / across) - 2))
         figure.legend(
             handles, labels, loc="outside lower center", ncols=min(across, len(labels)), frameon=False, title=told
         )
