@@ -19,7 +19,7 @@ from l2lopt.evaluation.benchmark_result import BenchmarkResult, League, write_re
 from l2lopt.evaluation.benchmark_tables import LEAGUE_TITLES, Shaded
 from l2lopt.evaluation.standings import RESAMPLES, Standings
 from l2lopt.report import html
-from l2lopt.report.benchmark_figures import BANDED_SEEDS
+from l2lopt.report.style import BANDED_SEEDS
 from l2lopt.report.tables import Table
 from l2lopt.storage.run_log import write_text
 

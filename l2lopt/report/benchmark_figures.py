@@ -10,10 +10,8 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from l2lopt.report.interval import half_width
 from l2lopt.report.panels import Drawn, Margins, Sheet, note, plain, sheet_style, title
-from l2lopt.report.style import Line, bands_of, even_steps, log_steps
+from l2lopt.report.style import BANDED_SEEDS, Line, bands_of, even_steps, log_steps
 
-BANDED_SEEDS = 5
-"""Seeds from which a band of Student's t is drawn; with fewer the runs themselves are."""
 _NEAR = 3.0
 """Final losses whose ratio is below this share a linear axis."""
 
@@ -122,7 +120,7 @@ def loss_panels(panels: Sequence[LossPanel], folder: Path, name: str) -> Drawn:
     """
     with sheet_style():
         legend = {curve.label: curve.line for panel in panels for curve in panel.curves}
-        told = bands_of(max((curve.seeds for panel in panels for curve in panel.curves), default=1), BANDED_SEEDS)
+        told = bands_of(max((curve.seeds for panel in panels for curve in panel.curves), default=1))
         sheet = Sheet(len(panels), 4, (3.2, 2.6), legend, caption=f"{told}; cross: a run is no longer finite")
         for axes, panel in zip(sheet.axes, panels, strict=True):
             low, high, linear = limits(panel)

@@ -4,7 +4,7 @@ import csv
 import json
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,16 +13,16 @@ import numpy as np
 from matplotlib.axes import Axes
 from numpy.lib.stride_tricks import sliding_window_view
 
-from l2lopt.core.errors import UserError
+from l2lopt.core.errors import UserError, printable
 from l2lopt.report.interval import half_width
 from l2lopt.report.names import proper_names
 from l2lopt.report.style import (
-    BASELINES,
-    DASHES,
-    LEARNED,
-    MARKERS,
+    BANDED_SEEDS,
+    RULES,
     STYLE,
     bands_of,
+    even_steps,
+    lines_of,
     log_losses,
     log_steps,
     shown,
@@ -39,24 +39,34 @@ class Band(NamedTuple):
 
     Attributes:
         steps: Steps, rising, [K].
-        mean: Mean over seeds, [K].
-        low: Lower end of its 95 % interval, [K].
-        high: Upper end of its 95 % interval, [K].
-        seeds: Number of seeds.
+        losses: Losses, [K, S].
     """
 
     steps: np.ndarray
-    mean: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
-    seeds: int = 1
+    losses: np.ndarray
+
+    @property
+    def seeds(self) -> int:
+        """S, the number of seeds."""
+        return int(self.losses.shape[1])
+
+    @property
+    def mean(self) -> np.ndarray:
+        """The mean over seeds, [K]."""
+        return np.asarray(self.losses.mean(1))
+
+    @property
+    def interval(self) -> tuple[np.ndarray, np.ndarray]:
+        """The ends of the mean's 95 % interval, [K] each; the mean itself where a loss is not finite."""
+        half = np.array([_half_width(values) for values in self.losses])
+        return self.mean - half, self.mean + half
 
 
 def read(path: Path) -> dict[tuple[str, str, str], Band]:
     """(optimiser, kind, split) → band, from an `evaluation.csv`.
 
     Raises:
-        UserError: For a missing file, other columns, or a line that cannot be read (with its number).
+        UserError: For a missing file, other columns, a line that cannot be read (with its number), or too few losses.
     """
     existing(path, "an evaluation", "run l2lopt evaluate first")
     losses: dict[tuple[str, str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -78,7 +88,18 @@ def read(path: Path) -> dict[tuple[str, str, str], Band]:
                 ) from None
     if not losses:
         raise UserError(str(path), expected="losses", found="none", remedy="evaluate again")
-    return {key: _band(by_step) for key, by_step in losses.items()}
+    for (name, _, split), by_step in losses.items():
+        if len(counts := sorted({len(values) for values in by_step.values()})) > 1:
+            raise UserError(
+                f"{path}: {printable(name)} on {split}",
+                expected="as many losses at each step",
+                found=f"{counts[0]} and {counts[-1]}",
+                remedy="evaluate again",
+            )
+    return {
+        key: Band(np.array(sorted(by_step)), np.array([by_step[step] for step in sorted(by_step)]))
+        for key, by_step in losses.items()
+    }
 
 
 def read_training(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -116,13 +137,14 @@ def loss_curves(
     cut: Collection[str] | None = None,
     proper: Mapping[str, str] | None = None,
 ) -> list[Path]:
-    """Draws training and test loss against the step from 0 on, log axes, mean and 95 % band for each optimiser.
+    """Draws training and test loss against the step from 0 on, log axes, the mean over seeds for each optimiser.
 
+    From `style.BANDED_SEEDS` seeds on there is the band of its 95 % interval; with fewer, each run is a thin line.
     Where a mean is below 0 the axis of losses is linear.
 
     Where a curve rises to twice the loss before the first step, as in test mode while batch norm's running statistics
-    lag behind large steps, the panels begin at a hundredth of the steps and are as high as the losses from a tenth of
-    the steps on that are below the first: curves leave them, so that it can be seen what they come to.
+    lag behind large steps, the axis of steps is linear, and the panels are as high as the losses from a tenth of the
+    steps on that are below the first: curves leave them, so that it can be seen what they come to.
 
     Args:
         bands: (optimiser, kind, split) → band, as `read` gives them.
@@ -174,7 +196,7 @@ def training_curve(
     with plt.rc_context(STYLE):
         figure, panel = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
         for index, (stage, (steps, losses)) in enumerate(curves.items()):
-            colour = LEARNED[index % len(LEARNED)]
+            colour = RULES[index % len(RULES)]
             if stage == "train":
                 panel.plot(steps, losses, color=colour, linewidth=0.6, alpha=0.25)
                 window = max(1, len(losses) // smoothing)
@@ -210,25 +232,27 @@ def _panel(
     spiky: bool,
 ) -> None:
     ordered = sorted(bands.items(), key=lambda item: item[0][1] != "learned")
-    counts = {"learned": 0, "baseline": 0}
+    lines = lines_of({name: kind for (name, kind), _ in ordered})
     limits, negative = _limits(bands.values()) if spiky else None, _negative(bands.values())
-    for index, ((name, kind), band) in enumerate(ordered):
-        palette = LEARNED if kind == "learned" else BASELINES
-        colour = palette[counts[kind] % len(palette)]
-        counts[kind] += 1
-        steps, mean, low, high, _ = _cut(band, pieces[name])
-        # The band of a curve that is outside would hide others.
-        inside = None if limits is None else mean <= limits[1]
-        lower = low if negative else np.maximum(low, mean / 10)
-        panel.fill_between(steps, lower, high, where=inside, color=colour, alpha=0.18, linewidth=0)
+    for index, ((name, _), band) in enumerate(ordered):
+        line = lines[name]
+        band = _cut(band, pieces[name])
+        steps, mean, (low, high) = band.steps, band.mean, band.interval
+        if band.seeds >= BANDED_SEEDS:
+            # The band of a curve that is outside would hide others.
+            inside = None if limits is None else mean <= limits[1]
+            lower = low if negative else np.maximum(low, mean / 10)
+            panel.fill_between(steps, lower, high, where=inside, color=line.colour, alpha=0.18, linewidth=0)
+        elif band.seeds > 1:
+            panel.plot(steps, band.losses, color=line.colour, linewidth=0.6, alpha=0.45)
         marks = range(index % 4, len(steps), max(1, len(steps) // 8))
         panel.plot(
             steps,
             mean,
-            color=colour,
-            linewidth=2.2 if kind == "learned" else 1.4,
-            linestyle=DASHES[index % len(DASHES)],
-            marker=MARKERS[index % len(MARKERS)],
+            color=line.colour,
+            linewidth=line.width,
+            linestyle=line.dash,
+            marker=line.marker,
             markersize=4.5,
             markevery=list(marks),
             label=shown(labels[name]),
@@ -241,9 +265,8 @@ def _panel(
     else:
         panel.set(yscale="log", xlabel="step", ylim=limits)
         log_losses(panel)
-    log_steps(panel, last)
-    if spiky:  # earlier, most curves are outside
-        panel.set_xlim(last / 100, last)
+    # A logarithm's first half would be of steps at which most curves are outside.
+    even_steps(panel, last) if spiky else log_steps(panel, last)
     panel.grid(True, which="major", linewidth=0.4, alpha=0.5)
 
 
@@ -289,18 +312,8 @@ def _limits(bands: Collection[Band]) -> tuple[float, float] | None:
 def _cut(band: Band, breaks: Sequence[int]) -> Band:
     """The band with a gap after each of `breaks`."""
     after = [int(np.searchsorted(band.steps, step, side="right")) for step in breaks]
-    steps, mean, low, high = (
-        np.insert(part.astype(float), after, np.nan) for part in (band.steps, band.mean, band.low, band.high)
-    )
-    return Band(steps, mean, low, high, band.seeds)
-
-
-def _band(by_step: Mapping[int, Iterable[float]]) -> Band:
-    steps = np.array(sorted(by_step))
-    values = [np.asarray(list(by_step[step]), dtype=float) for step in steps]
-    mean = np.array([value.mean() for value in values])
-    half = np.array([_half_width(value) for value in values])
-    return Band(steps, mean, mean - half, mean + half, max(map(len, values)))
+    steps, losses = (np.insert(part.astype(float), after, np.nan, axis=0) for part in band)
+    return Band(steps, losses)
 
 
 def _half_width(values: np.ndarray) -> float:

@@ -16,15 +16,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-# Dark for learned optimisers, lighter for baselines. The colours are Okabe and Ito's, safe for the colour-blind.
-LEARNED = ("#000000", "#0072B2", "#D55E00", "#009E73")
-"""Colours of learned optimisers, and of whatever else a figure is about."""
-BASELINES = ("#999999", "#E69F00", "#56B4E9", "#CC79A7", "#8C8C00", "#B0B0B0")
-"""Colours of baselines."""
 DASHES = ((0, ()), (0, (5, 1.5)), (0, (1, 1)), (0, (4, 1, 1, 1)), (0, (6, 1, 1, 1, 1, 1)), (0, (2, 2)))
 """Dash patterns of lines, one for each."""
+# Dark for learned optimisers, lighter for baselines; most are Okabe and Ito's.
 RULES = ("#000000", "#0072B2", "#D55E00", "#882255")
-"""Colours of learned optimisers beside a harness, which has the green."""
+"""Colours of learned optimisers, and of whatever else a figure is about; a harness has the green."""
 HARNESS = "#009E73"
 """Colour of the harness."""
 RIVALS = ("#F0B400", "#56B4E9", "#990000", "#9933FF", "#A3A3A3", "#8FB03C", "#F03CC8")
@@ -49,6 +45,8 @@ IN_THE_DARK: Mapping[str, str] = {
 """Colour of a figure on white → the one in its place on a dark page."""
 MARKERS = "os^Dv<>P"
 """Markers of lines, one for each."""
+BANDED_SEEDS = 5
+"""Seeds from which a band of Student's t is drawn; with fewer the runs themselves are."""
 FEW_DECADES = 30
 """Ratio of the ends of a logarithmic axis below which there are labels between the powers of ten."""
 STYLE: dict[Any, Any] = {
@@ -148,16 +146,15 @@ def _thousands(value: float, _: object) -> str:
     return f"{value / 1000:g}k" if value >= 1000 else f"{value:g}"
 
 
-def bands_of(seeds: int, least: int = 2) -> str:
+def bands_of(seeds: int) -> str:
     """What lines and bands of a figure of losses are, in words.
 
     Args:
         seeds: Number of runs of each optimiser.
-        least: Number of seeds from which there are bands; with fewer each run is a thin line.
     """
     if seeds < 2:
         return "line: a single run"
-    if seeds < least:
+    if seeds < BANDED_SEEDS:
         return f"line: mean over {seeds} seeds; thin lines: the single runs"
     return f"line: mean over {seeds} seeds; band: 95 % interval of the mean (Student's t)"
 

@@ -9,7 +9,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from l2lopt.core.errors import UserError
-from l2lopt.report.style import LEARNED, STYLE, lines_of, shown, write_figure
+from l2lopt.report.style import RULES, STYLE, lines_of, shown, write_figure
 from l2lopt.storage.run_log import existing
 
 _PREFIX = "score/"
@@ -102,7 +102,7 @@ def validation_curves(validations: Validations, folder: Path, title: str = "", k
             )
         label = "geometric mean" if lines else "the problem"
         panel.plot(
-            validations.updates, ratios["all"], color=LEARNED[0], linewidth=2.2, marker="o", markersize=4, label=label
+            validations.updates, ratios["all"], color=RULES[0], linewidth=2.2, marker="o", markersize=4, label=label
         )
         low, high = panel.get_ylim()
         panel.set_ylim(min(low, _LEAST[0]), max(high, _LEAST[1]))

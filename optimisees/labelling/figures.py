@@ -72,8 +72,8 @@ def labelled_sequence(example: Example, folder: Path) -> list[Path]:
         shown = sorted({*example.true, *example.found})
         heights = {k: height for height, k in enumerate(shown)}
         for name, own, look in (
-            ("true", example.true, {"color": style.BASELINES[1], "linewidth": 5.0, "alpha": 0.6}),
-            ("found", example.found, {"color": style.LEARNED[0], "linewidth": 1.4}),
+            ("true", example.true, {"color": style.RIVALS[0], "linewidth": 5.0, "alpha": 0.6}),
+            ("found", example.found, {"color": style.RULES[0], "linewidth": 1.4}),
         ):
             panel.step(steps, [heights[k] for k in own], where="mid", label=name, **look)
         panel.set_yticks(range(len(shown)), [style.shown(example.classes[k]) for k in shown])

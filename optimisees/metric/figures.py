@@ -23,7 +23,7 @@ def neighbour_curves(
     with plt.rc_context(style.STYLE):
         figure, panel = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
         for index, (encoder, runs) in enumerate(curves.items()):
-            colour, k = style.LEARNED[index % len(style.LEARNED)], np.arange(1, runs.shape[1] + 1)
+            colour, k = style.RULES[index % len(style.RULES)], np.arange(1, runs.shape[1] + 1)
             panel.fill_between(k, runs.min(0), runs.max(0), color=colour, alpha=0.18, linewidth=0)
             panel.plot(
                 k,

@@ -22,7 +22,7 @@ def test_bands_are_means_and_students_intervals(tmp_path):
     band = figures.read(written(tmp_path, HEADER + rows))["a", "learned", "train"]
     low, high = stats.t.interval(0.95, 2, loc=np.mean(losses), scale=stats.sem(losses))
     assert (band.steps[0], band.mean[0]) == (10, pytest.approx(np.mean(losses)))
-    assert (band.low[0], band.high[0]) == (pytest.approx(low), pytest.approx(high))
+    assert np.array(band.interval) == pytest.approx(np.array([[low], [high]]))
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,7 @@ def test_bands_are_means_and_students_intervals(tmp_path):
         (HEADER + "a,learned,0,ten,train,1.0\n", r"line 2: expected a loss"),
         (HEADER + "a,learned,0,1,train,1.0\na,learned\n", r"line 3: expected a loss"),
         (HEADER + "a,other,0,1,train,1.0\n", r"line 2: expected a loss"),
+        (HEADER + "a,learned,0,1,train,1.0\na,learned,1,1,train,1.0\na,learned,0,2,train,1.0\n", r"found 1 and 2"),
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path, content, message):
@@ -69,7 +70,7 @@ def test_both_figures_are_drawn_even_of_runs_that_diverged(tmp_path, splits):
 
 
 def test_a_baselines_line_is_cut_after_each_horizon():
-    band = figures.Band(*(np.array([0, 1, 10, 20, 100]) for _ in range(4)))
+    band = figures.Band(np.array([0, 1, 10, 20, 100]), np.array([[0], [1], [10], [20], [100]]))
     cut = figures._cut(band, [10, 100])
     assert np.isnan(cut.steps).tolist() == [False, False, False, True, False, False, True]
     assert cut.mean[~np.isnan(cut.mean)].tolist() == [0, 1, 10, 20, 100]
@@ -104,7 +105,7 @@ def test_a_long_legend_takes_no_room_from_the_panels(tmp_path, monkeypatch):
 
 
 def panel_of(*curves, steps=(0, 1, 10)):
-    bands = {(str(k), "learned"): figures.Band(np.array(steps), *[np.array(one)] * 3) for k, one in enumerate(curves)}
+    bands = {(str(k), "learned"): figures.Band(np.array(steps), np.array([one]).T) for k, one in enumerate(curves)}
     figure, panel = figures.plt.subplots()
     names, spiky = [name for name, _ in bands], figures._rises(bands.values())
     figures._panel(panel, bands, (), dict.fromkeys(names, ()), dict(zip(names, names, strict=True)), spiky)
@@ -117,7 +118,7 @@ def test_where_a_curve_rises_far_above_the_first_loss_it_is_seen_what_all_come_t
     low, high = [4.0, 2.0, 1.0], [4.0, 1e5, 2.0]
     panel = panel_of(low, high)
     assert panel.get_ylim() == pytest.approx((1 / 1.2, 2.4))
-    assert panel.get_xlim() == pytest.approx((0.1, 10))
+    assert (panel.get_xscale(), panel.get_xlim()) == ("linear", (0, 10))
     assert panel_of(low, [4.0, 1e5, 0.0]).get_ylim() == pytest.approx((1 / 1.2, 2.4))  # a logarithm's axis has no zero
     assert panel_of(low, [4.0, 2.0, 9.0]).get_ylim() == pytest.approx((1 / 1.2, 2.4))  # nor one that ends above it
     assert panel_of([np.nan, 2.0, 1.0], high).get_ylim() == pytest.approx((1 / 1.2, 2.4))
@@ -146,13 +147,13 @@ def test_losses_below_0_have_a_linear_axis():
     assert panel_of([4.0, 1.0, 0.0]).get_yscale() == "log"
 
 
-def test_both_panels_of_one_picture_begin_at_one_step(tmp_path, monkeypatch):
+def test_both_panels_of_one_picture_have_one_axis_of_steps(tmp_path, monkeypatch):
     rows = [f"a,learned,0,{t},{s},{loss}\n" for s in ("train", "test") for t, loss in ((0, 2), (1, 1.5), (9, 1))]
     rows += [f"b,learned,0,{t},test,{loss}\n" for t, loss in ((0, 2), (1, 50), (9, 1))]
     seen = []
     monkeypatch.setattr(figures, "write_figure", lambda figure, folder, name: seen.extend(figure.axes))
     figures.loss_curves(figures.read(written(tmp_path, HEADER + "".join(rows))), tmp_path)
-    assert [panel.get_xlim() for panel in seen] == [(0.09, 9.0)] * 2
+    assert [panel.get_xlim() for panel in seen] == [(0, 9)] * 2
     figures.plt.close("all")
 
 
@@ -185,7 +186,11 @@ def test_losses_are_labelled_by_numbers(limits, labels):
 
 @pytest.mark.parametrize(
     ("seeds", "told"),
-    [(1, "line: a single run"), (3, "line: mean over 3 seeds; band: 95 % interval of the mean (Student's t)")],
+    [
+        (1, "line: a single run"),
+        (3, "line: mean over 3 seeds; thin lines: the single runs"),
+        (5, "line: mean over 5 seeds; band: 95 % interval of the mean (Student's t)"),
+    ],
 )
 def test_the_legend_has_proper_names_and_says_what_the_bands_are(tmp_path, monkeypatch, seeds, told):
     names = {"adamw": "baseline", "learned-lstm": "learned", "adam": "baseline"}
@@ -203,7 +208,10 @@ def test_the_legend_has_proper_names_and_says_what_the_bands_are(tmp_path, monke
     shown = [text.get_text() for text in legend.get_texts()]
     assert shown == ["learned LSTM", "AdamW, warm-up + cosine", "Adam"]
     assert legend.get_title().get_text() == told
-    for line in seen[0].axes[0].get_lines()[:3]:
+    panel = seen[0].axes[0]
+    assert len(panel.get_lines()) == (12 if seeds == 3 else 3)
+    assert len(panel.collections) == (3 if seeds == 5 else 0)
+    for line in panel.get_lines():
         assert (line.get_xdata()[0], line.get_ydata()[0]) == (0, 1)
     figures.plt.close(seen[0])
 
