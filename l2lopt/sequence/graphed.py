@@ -82,8 +82,8 @@ def _apply(call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
     if not training or graphs.failed or torch.cuda.is_current_stream_capturing():
         return ByHand.apply(call, *tensors)  # type: ignore[no-any-return]  # autograd.Function has no types
     lengths = () if call.lengths is None else (call.lengths,)
-    # All that is fixed in a recorded graph: shapes, precisions, direction, and which gradients it computes.
-    kinds = tuple((value.shape, value.dtype, value.requires_grad) for value in (*lengths, *tensors))
+    # All that is fixed in a recorded graph: shapes, precisions, GPU, direction, and which gradients it computes.
+    kinds = tuple((value.shape, value.dtype, value.device, value.requires_grad) for value in (*lengths, *tensors))
     key = (kinds, call.reverse, call.dtype, call.autocast)
     graphs.seen[key] += 1
     graph = next((graph for graph in graphs.made.get(key, []) if graph.holder() is None), None)
@@ -119,5 +119,6 @@ def _recorded(
 
     # Clones: these become the static inputs of the graph, which every replay overwrites.
     samples = tuple(value.detach().clone().requires_grad_(value.requires_grad) for value in (*lengths, *tensors))
-    with torch.autocast(tensors[0].device.type, enabled=False):
+    # PyTorch records on the current GPU, wherever the tensors are.
+    with torch.cuda.device_of(tensors[0]), torch.autocast(tensors[0].device.type, enabled=False):
         return torch.cuda.make_graphed_callables(forward, samples, allow_unused_input=True)  # type: ignore[return-value]  # a callable for a callable, and a tuple for several

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections import OrderedDict
+from contextlib import contextmanager
 from pathlib import Path
 
 import laws
@@ -24,6 +25,7 @@ from l2lopt.core.kinds import Role
 from l2lopt.core.types import Carry, InnerStep, Target, stack
 from l2lopt.estimators.window import BlockUpdate
 from l2lopt.kernels import triton
+from l2lopt.kernels.triton import device, device_replay
 from l2lopt.kernels.triton import replay as on_gpu
 from l2lopt.optimisers import Coordinatewise
 from l2lopt.torch_optim.flat_vectors import FlatVector
@@ -314,6 +316,35 @@ def test_a_refusal_says_why(make, reason):
     assert reason in triton.refusal(make())
     with pytest.raises(UserError, match=reason):
         kernels.fuse(make(), "triton")
+
+
+def test_kernels_are_launched_on_the_gpu_of_their_tensors(monkeypatch):
+    """Triton itself takes the current one."""
+    guarded, launches = [], []
+
+    @contextmanager
+    def guard(tensor):
+        guarded.append(tensor.device)
+        yield
+        guarded.pop()
+
+    class Watched:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            launches.append(tuple(guarded))
+            return self.kernel[grid]
+
+    monkeypatch.setattr(torch.cuda, "device_of", guard)
+    for module, names in ((device, ("step", "squares", "finish")), (device_replay, ("replay",))):
+        for name in names:
+            monkeypatch.setattr(module, name, Watched(getattr(module, name)))
+    optimiser = reference("lstm", rule="direction-and-magnitude", dtype=torch.float32).to(DEVICE)
+    run(optimiser, kernels.fuse(optimiser, "triton").update, 7, steps=1)
+    optimiser = learned("lstm", "gated", INPUTS).to(DEVICE)
+    replay(optimiser, optimiser.phi(), moved(window(optimiser, 1, (2,), 7, dtype=torch.float32)))
+    assert [[found.type for found in where] for where in launches] == [[DEVICE]] * 4
 
 
 def test_without_a_gpu_it_is_refused(monkeypatch):

@@ -78,33 +78,34 @@ def _run(
     statistics, pulled = _statistics(optimiser, window, adjoints)
     member = torch.arange(tensors, dtype=torch.int32).repeat_interleave(torch.tensor(layout.sizes)).to(like.device)
     table = packing.table(optimiser, numbers, like)
-    device_replay.replay[(at_once,)](
-        window.grads.contiguous(),
-        window.sources.contiguous(),
-        window.params.contiguous(),
-        (coordinates["cell.h"], coordinates["cell.c"], *gates_of(coordinates, like)),
-        tuple(coordinates[name] for name in shape.memory),
-        running,
-        shape.pack(folded),
-        rule_of(phi, like),
-        table,
-        packing.losses(optimiser, window.losses, like),
-        packing.scales(optimiser, phi, numbers, like),
-        statistics,
-        member,
-        kept,
-        sums,
-        n,
-        rows * n,
-        blocks,
-        rows * blocks,
-        T,
-        table.shape[1],
-        tensors,
-        S=S,
-        PULLED=pulled,
-        **LAUNCH,
-    )
+    with torch.cuda.device_of(like):  # Triton launches on the current GPU, wherever the tensors are
+        device_replay.replay[(at_once,)](
+            window.grads.contiguous(),
+            window.sources.contiguous(),
+            window.params.contiguous(),
+            (coordinates["cell.h"], coordinates["cell.c"], *gates_of(coordinates, like)),
+            tuple(coordinates[name] for name in shape.memory),
+            running,
+            shape.pack(folded),
+            rule_of(phi, like),
+            table,
+            packing.losses(optimiser, window.losses, like),
+            packing.scales(optimiser, phi, numbers, like),
+            statistics,
+            member,
+            kept,
+            sums,
+            n,
+            rows * n,
+            blocks,
+            rows * blocks,
+            T,
+            table.shape[1],
+            tensors,
+            S=S,
+            PULLED=pulled,
+            **LAUNCH,
+        )
     return sums
 
 

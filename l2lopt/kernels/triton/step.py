@@ -111,28 +111,29 @@ class Triton(FusedOptimiser):
             blocks = ceil(n / WIDTH)
             # Each block writes a count of its own: nothing to clear first, no atomic additions.
             skipped = torch.empty(rows, blocks, dtype=torch.int32, device=grads.device)
-            device.step[(programs(rows * blocks, grads),)](
-                grads,
-                params,
-                update,
-                skipped,
-                (coordinates["cell.h"], coordinates["cell.c"], *gates_of(coordinates, grads)),
-                memory,
-                self._weights(phi),
-                rule_of(phi, grads),
-                scalars,
-                packing.losses(reference, loss, grads),
-                scale,
-                n,
-                grads.numel(),
-                blocks,
-                rows * blocks,
-                S=self.shape.constants,
-                **LAUNCH,
-            )
+            with torch.cuda.device_of(grads):  # Triton launches on the current GPU, wherever the tensors are
+                device.step[(programs(rows * blocks, grads),)](
+                    grads,
+                    params,
+                    update,
+                    skipped,
+                    (coordinates["cell.h"], coordinates["cell.c"], *gates_of(coordinates, grads)),
+                    memory,
+                    self._weights(phi),
+                    rule_of(phi, grads),
+                    scalars,
+                    packing.losses(reference, loss, grads),
+                    scale,
+                    n,
+                    grads.numel(),
+                    blocks,
+                    rows * blocks,
+                    S=self.shape.constants,
+                    **LAUNCH,
+                )
+                if reference.rule.statistic:
+                    self._finish(state.layout, grads, params, update, memory, scalars, scale)
             shared["skipped"] = state.shared["skipped"] + skipped.sum(-1).view(state.shared["skipped"].shape)
-            if reference.rule.statistic:
-                self._finish(state.layout, grads, params, update, memory, scalars, scale)
         elif reference.rule.statistic:
             nothing = grads.new_zeros(*grads.shape[:-1], len(state.layout.sizes))
             state.layout.tensors.mean_of_sums(DIRECTION, nothing)  # recorded, and asked of all processes
