@@ -31,11 +31,16 @@ class Validations(NamedTuple):
     problems: dict[str, np.ndarray]
 
     def ratios(self) -> dict[str, np.ndarray]:
-        """Name → loss over that at the first validation, [N]; "all" is the geometric mean over the problems."""
+        """Name → loss over that at the first finite validation, [N]; "all" is the geometric mean over the problems."""
         scores = {"all": self.mean, **self.problems}
         with np.errstate(over="ignore"):
-            found = {name: np.exp(values - values[0]) for name, values in scores.items()}
+            found = {name: np.exp(values - values[first_finite(values)]) for name, values in scores.items()}
         return {name: np.where(np.isfinite(values), values, np.nan) for name, values in found.items()}
+
+
+def first_finite(values: np.ndarray) -> int:
+    """The place of the first finite value; 0 where there is none."""
+    return int(np.isfinite(values).argmax())
 
 
 def read_validations(path: Path) -> Validations:
@@ -71,7 +76,8 @@ def read_validations(path: Path) -> Validations:
 def validation_curves(validations: Validations, folder: Path, title: str = "", kept: int | None = None) -> list[Path]:
     """Draws each problem's validation loss over that before meta-training, against the meta-updates.
 
-    A problem whose line lies above 1 has been lost.
+    A problem whose line lies above 1 has been lost. One whose loss was not finite before is set against its first
+    finite one, which the legend says.
 
     Args:
         validations: Validations, at least one.
@@ -80,6 +86,11 @@ def validation_curves(validations: Validations, folder: Path, title: str = "", k
         kept: Update whose optimiser was kept, shown by a dotted line; none before the end of a meta-training.
     """
     ratios = validations.ratios()
+
+    def told(name: str, scores: np.ndarray) -> str:
+        place = first_finite(scores)
+        return shown(f"{name}, times that after {validations.updates[place]:g}" if place else name)
+
     lines = lines_of(dict.fromkeys(validations.problems, "baseline"))
     with plt.rc_context(STYLE):
         height = max(3.6, 0.2 * len(lines) + 1.4)
@@ -98,9 +109,9 @@ def validation_curves(validations: Validations, folder: Path, title: str = "", k
                 marker=line.marker,
                 markersize=4,
                 linewidth=line.width,
-                label=shown(name),
+                label=told(name, validations.problems[name]),
             )
-        label = "geometric mean" if lines else "the problem"
+        label = told("geometric mean" if lines else "the problem", validations.mean)
         panel.plot(
             validations.updates, ratios["all"], color=RULES[0], linewidth=2.2, marker="o", markersize=4, label=label
         )

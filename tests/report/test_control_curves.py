@@ -117,11 +117,18 @@ def test_validations_are_told_as_ratios_of_losses(tmp_path, drawn):
 
 
 def test_a_single_problem_is_the_score(tmp_path, drawn):
-    found = recorded(tmp_path, {"score": None}, {"score": 2.0})
+    found = recorded(tmp_path, {"score": 1.0}, {"score": 2.0})
     assert found.problems == {}
-    assert np.isnan(found.ratios()["all"]).all()
     validation_curves.validation_curves(found, tmp_path)
     assert [line.get_label() for line in drawn[0].axes[0].get_lines()] == ["before meta-training", "the problem"]
+
+
+def test_what_begins_without_a_finite_loss_is_set_against_the_first_that_is(tmp_path, drawn):
+    found = recorded(tmp_path, {"score": None}, {"score": 2.0}, {"score": 2.0 + math.log(2)}, {"score": None})
+    np.testing.assert_array_equal(found.ratios()["all"], [np.nan, 1, 2, np.nan])
+    assert np.isnan(recorded(tmp_path, {"score": None}, {"score": None}).ratios()["all"]).all()
+    validation_curves.validation_curves(found, tmp_path)
+    assert drawn[0].axes[0].get_lines()[1].get_label() == "the problem, times that after 50"
 
 
 def test_a_damaged_record_is_refused_and_none_is_empty(tmp_path):
