@@ -129,11 +129,14 @@ class Optimisee(ABC):
 
     @abstractmethod
     def loss(self, params: Params, aux: Aux, batch: Batch) -> tuple[Tensor, Aux]:
-        """The training-mode loss, mean nats per sample, and the state after it. Works under `torch.func` and `vmap`."""
+        """The training-mode loss, mean per sample, in nats if a cross-entropy, and the state after it.
+
+        Works under `torch.func` and `vmap`.
+        """
 
     @abstractmethod
     def evaluate(self, params: Params, aux: Aux, batch: Batch) -> Tensor:
-        """The test-mode loss, mean nats per sample."""
+        """The test-mode loss, mean per sample, in nats if a cross-entropy."""
 
     def evaluation_batches(self, split: Split, seed: int) -> Iterator[tuple[Batch, int]]:
         """Batches that make up a split, or always the same part of it, each with its number of samples.

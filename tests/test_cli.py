@@ -67,7 +67,7 @@ def test_meta_train_evaluate_plot(tmp_path, monkeypatch, capsys):
     assert "seed = 3" in (run / "config.toml").read_text()
     code, out, err = called(monkeypatch, capsys, "evaluate", run)
     assert (code, err) == (0, "")
-    assert "train loss, mean nats per sample" in out
+    assert "train loss, mean per sample" in out
     assert "learned-lstm" in out
     code, out, err = called(monkeypatch, capsys, "plot", run)
     assert (code, err) == (0, "")

@@ -62,7 +62,7 @@ def loss_table(result: Evaluation, split: str) -> Table:
         if found[0].versus:
             rows.append(("  less the best baseline", *map(_paired, found)))
     heads = ("optimiser", *(f"step {horizon}" for horizon in horizons))
-    return Table(heads, tuple(rows), title=f"{split} loss, mean nats per sample")
+    return Table(heads, tuple(rows), title=f"{split} loss, mean per sample")
 
 
 def _paired(row: Comparison) -> str:

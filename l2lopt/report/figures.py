@@ -167,7 +167,7 @@ def loss_curves(
             own = {key[:2]: band for key, band in bands.items() if key[2] == split}
             _panel(panel, own, breaks, pieces, proper_names(pieces, proper), spiky)
             panel.set_title({"train": "training set", "test": "test set"}[split])
-        axes[0][0].set_ylabel("mean loss, nats per sample")
+        axes[0][0].set_ylabel("mean loss per sample")
         handles, labels = axes[0][0].get_legend_handles_labels()
         told = bands_of(max(band.seeds for band in bands.values()))
         # About twelve letters to an inch; an entry's line takes the room of eight.
@@ -206,7 +206,7 @@ def training_curve(
                 label = f"{'held-out' if stage == 'heldout' else shown(stage)} set"
                 panel.plot(steps, losses, color=colour, linestyle=(0, (5, 1.5)), marker="o", markersize=4, label=label)
         values = np.concatenate([losses[np.isfinite(losses)] for _, losses in curves.values()])
-        panel.set(xlabel="step", ylabel="mean loss, nats per sample", yscale="log" if (values > 0).all() else "linear")
+        panel.set(xlabel="step", ylabel="mean loss per sample", yscale="log" if (values > 0).all() else "linear")
         panel.set_xlim(left=0)
         panel.grid(True, which="major", linewidth=0.4, alpha=0.5)
         panel.legend(frameon=False)

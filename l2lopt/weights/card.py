@@ -92,7 +92,7 @@ def comparison_tables(label: str, lines: Sequence[Mapping[str, Any]]) -> list[Ta
         horizons = list(dict.fromkeys(line["horizon"] for line in lines if line["split"] == split))
         rows = tuple((name, *(means.get((name, split, horizon), "") for horizon in horizons)) for name in names)
         heads = ("optimiser", *(f"step {horizon:,}" for horizon in horizons))
-        tables.append(Table(heads, rows, title=f"{label}: {split} loss, mean nats per sample"))
+        tables.append(Table(heads, rows, title=f"{label}: {split} loss, mean per sample"))
     return tables
 
 

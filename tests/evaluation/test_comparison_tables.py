@@ -48,7 +48,7 @@ def test_the_comparison_in_markdown():
 def test_the_losses_on_one_split_with_paired_differences():
     rows = [row for row in RESULT.table if row.horizon == 1000]
     table = loss_table(Evaluation([], rows), "train")
-    assert table.title == "train loss, mean nats per sample"
+    assert table.title == "train loss, mean per sample"
     assert table.columns == ("optimiser", "step 1000")
     assert table.rows == (
         ("mine", "0.12346"),
@@ -73,10 +73,10 @@ def test_the_differences_of_losses_that_are_not_finite():
 def test_a_published_comparison():
     lines = [row._asdict() for row in RESULT.table][:5]
     train, test = comparison_tables("digits", lines)
-    assert train.title == "digits: train loss, mean nats per sample"
+    assert train.title == "digits: train loss, mean per sample"
     assert train.columns == ("optimiser", "step 1,000", "step 20")
     assert train.rows == (("mine", "0.123", "1"), ("sgd", "0.3", ""))
-    assert test.title == "digits: test loss, mean nats per sample"
+    assert test.title == "digits: test loss, mean per sample"
     assert test.columns == ("optimiser", "step 1,000")
     assert test.rows == (("mine", "1.23e+04"), ("sgd", "∞"))
     (diverged,) = comparison_tables("digits", [lines[0] | {"mean": None}])  # as a file has it
