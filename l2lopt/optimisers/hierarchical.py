@@ -258,7 +258,7 @@ class Hierarchical(Optimiser):
 
     def _size(self, layout: Layout, controls: Params, idle: Tensor) -> Tensor:
         """The size of the direction, a e^{c_step} r."""
-        size = REST**idle / layout.tensors.each(layout.fan_ins, idle).sqrt()
+        size = self.harness.scales(layout, idle) * REST**idle / layout.tensors.each(layout.fan_ins, idle).sqrt()
         return size * controls["step"].exp() if "step" in controls else size
 
     def _running(self, g: Tensor, before: Params) -> Params:
@@ -336,6 +336,7 @@ def hierarchical(
     mix: Literal["angle", "logit"] = "angle",
     embedding: bool = False,
     head_scale: float = 0.0,
+    embedding_scale: float | None = None,
     seed: int = 0,
 ) -> Hierarchical:
     """A hierarchical optimiser from choices by name.
@@ -355,6 +356,7 @@ def hierarchical(
         embedding: Whether a linear layer of `hidden_size` features lies between facts and cell, for cells that need as
             many inputs as outputs.
         head_scale: Factor of the head's initial weights.
+        embedding_scale: Factor of the step of embeddings of the harness, by default by the number of words.
         seed: Seed of the initial values of φ.
 
     Raises:
@@ -376,7 +378,7 @@ def hierarchical(
             raise UserError(f"hierarchical: {name}", expected="at least 1", found=str(bound), remedy=remedy)
     finite("hierarchical", head_scale=head_scale)
     facts_module.chosen(facts)  # before the network, whose size they decide
-    harness = NormalisedMuon(lr, weight_decay, schedule=schedule, warm_up=warm_up)
+    harness = NormalisedMuon(lr, weight_decay, schedule=schedule, warm_up=warm_up, embedding_scale=embedding_scale)
     inputs = hidden_size if embedding else len(facts)
     # Modules draw their first values from the global generator: in the block φ depends on the seed alone.
     with seeded(seed):

@@ -1,5 +1,6 @@
 """The harness: an orthogonalised direction of a relative size, a schedule to a known end, and a decay tied to it."""
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -9,6 +10,7 @@ from torch import Tensor
 from l2lopt.core import registry
 from l2lopt.core.choices import checks_words
 from l2lopt.core.errors import UserError, above_0, at_least_0
+from l2lopt.core.kinds import matrix_view
 from l2lopt.core.layout import Layout
 from l2lopt.core.registry import Choice
 from l2lopt.core.types import OptimiserState
@@ -23,6 +25,23 @@ REST = 0.9
 """Factor of the step for every update since a tensor's gradient has been 0 throughout."""
 
 
+def usual_embedding_scale(shape: Sequence[int]) -> float:
+    """√(words / columns), at least 1 and at most √columns: the factor of an embedding's step.
+
+    A table of no more words than columns moves as a matrix does, and no number of words makes its step larger than η.
+
+    Args:
+        shape: Words and columns.
+
+    Example:
+        >>> from l2lopt.optimisers.normalised_muon import usual_embedding_scale
+        >>> usual_embedding_scale((64, 64)), usual_embedding_scale((12800, 200)), usual_embedding_scale((10**6, 64))
+        (1.0, 8.0, 8.0)
+    """
+    rows, columns = matrix_view(shape)
+    return math.sqrt(min(max(rows / max(columns, 1), 1.0), max(columns, 1)))
+
+
 class NormalisedMuon(Optimiser):
     """The harness of everything learned, and an optimiser without a rate to tune.
 
@@ -31,7 +50,7 @@ class NormalisedMuon(Optimiser):
     - d, the direction: by default the orthogonalised Nesterov momentum of matrices and Adam's direction elsewhere
       (`directions.Orthogonalised`);
     - r = 1/√fan-in (`Layout.fan_ins`), the usual size of initial weights, to which η is relative; of embeddings
-      `embedding_scale` times that;
+      `embedding_scale` times that: most of many words are in few batches, and want larger steps in these;
     - s_t, the schedule: linear to 1 over 5 % of the run, then a half cosine to 0 at its end (`total_steps` of `init`).
       Where the end is unknown: linear over 10 updates, then 1 / (1 + t/100);
     - a = 0.9ᵏ, k the number of updates since the tensor has last had a gradient other than 0: a direction of fixed size
@@ -47,8 +66,8 @@ class NormalisedMuon(Optimiser):
         direction: Any of `directions.DIRECTIONS`, by name or by name and options.
         schedule: Fall after the warm-up where the end is known: "cosine", "linear", "warm-up-stable-decay", "constant".
         warm_up: Share of the updates over which the step rises, in [0, 1).
-        embedding_scale: Factor of the step of embeddings, also where a head is tied to one. With a vocabulary of
-            10,000 words, most of which a batch does not hold, 10 was far better than 1.
+        embedding_scale: Factor of the step of embeddings, also where a head is tied to one; None for
+            `usual_embedding_scale` of each.
 
     Raises:
         UserError: For a value out of its range.
@@ -72,12 +91,13 @@ class NormalisedMuon(Optimiser):
         direction: Choice = "orthogonalised",
         schedule: Literal["cosine", "linear", "warm-up-stable-decay", "constant"] = "cosine",
         warm_up: float = 0.05,
-        embedding_scale: float = 1.0,
+        embedding_scale: float | None = None,
     ) -> None:
         super().__init__()
         self.lr, self.weight_decay, self.schedule, self.warm_up = check_rate(lr), weight_decay, schedule, warm_up
         at_least_0("normalised-muon", weight_decay=weight_decay)
-        above_0("normalised-muon", embedding_scale=embedding_scale)
+        if embedding_scale is not None:
+            above_0("normalised-muon", embedding_scale=embedding_scale)
         self.embedding_scale = embedding_scale
         if not 0 <= warm_up < 1:
             remedy = "give the share of the updates"
@@ -87,8 +107,11 @@ class NormalisedMuon(Optimiser):
 
     def scales(self, layout: Layout, like: Tensor) -> Tensor:
         """Each tensor's factor of the step beside r, [*batch, tensors] like `like`."""
-        kinds = [self.embedding_scale if role.kind == "embedding" else 1.0 for role in layout.roles]
-        return layout.tensors.each(kinds, like)
+        found = [1.0] * len(layout.names)
+        for index, (shape, role) in enumerate(zip(layout.whole_shapes, layout.roles, strict=True)):
+            if role.kind == "embedding":
+                found[index] = usual_embedding_scale(shape) if self.embedding_scale is None else self.embedding_scale
+        return layout.tensors.each(found, like)
 
     def init(
         self, layout: Layout, batch: Sequence[int] = (), *, like: Tensor | None = None, total_steps: int | None = None

@@ -168,6 +168,8 @@ class Loops:
         )
         rate = self.lr * schedule(self.step, self.total)
         size = 0.9 ** own["idle"] * math.exp(step) / math.sqrt(fan)
+        if kind == "embedding":
+            size *= math.sqrt(min(max(shape[0] / shape[1], 1), shape[1]))
         own["moved"] = rate * size
         return [-rate * (size * x + math.exp(decay) * self.decay * y) for x, y in zip(d, theta, strict=True)]
 
@@ -257,7 +259,7 @@ def of_the_laboratory(phi, grads, theta, losses, total, lr=0.05, decay=0.1):
 def test_it_can_be_the_laboratorys_rule():
     """Without bounds, with the logit, and with what its facts differ in: a 13th one, which is 1, is a part of b."""
     w, b, head, bias = (0.3 * normal(*shape, seed=k) for k, shape in enumerate([(8, 13), (8,), (4, 8), (4,)]))
-    free = {"step_bound": math.inf, "decay_bound": math.inf, "mix": "logit"}
+    free = {"step_bound": math.inf, "decay_bound": math.inf, "mix": "logit", "embedding_scale": 1.0}
     rule = optimisers.make("hierarchical", cell="none", facts=OF_THE_LABORATORY, lr=0.05, **free).double()
     scale = torch.tensor([1.0, 1.5, 1.0])  # its decay is λ e^{1.5 c}; its fourth output serves nothing
     values = (w[:, :12], b + w[:, 12], head[:3] * scale[:, None], bias[:3] * scale)

@@ -11,6 +11,7 @@ from l2lopt import optimisers
 from l2lopt.core.errors import UserError
 from l2lopt.core.layout import Layout
 from l2lopt.optimisers.directions import newton_schulz
+from l2lopt.optimisers.normalised_muon import usual_embedding_scale
 
 SHAPES = {"w": (3, 5), "b": (3,), "v": (6, 3), "embed.weight": (7, 4), "c": (4, 2, 3, 3)}
 LAYOUT = Layout.of({name: torch.zeros(shape) for name, shape in SHAPES.items()})
@@ -81,6 +82,26 @@ def test_a_rate_per_row_is_separate_runs():
             laws.assert_close(found[row], alone, 1e-12)
 
 
+@pytest.mark.parametrize(
+    ("shape", "factor"),
+    [
+        ((4, 64), 1),
+        ((64, 64), 1),
+        ((80, 20), 2),
+        ((90, 10), 3),
+        ((10**9, 16), 4),
+        ((50, 1), 1),
+        ((0, 4), 1),
+        ((3, 0), 1),
+    ],
+)
+def test_the_step_of_an_embedding_grows_with_its_words_up_to_the_harness_step(shape, factor):
+    assert usual_embedding_scale(shape) == pytest.approx(factor)
+    layout = Layout.of({"embed.weight": torch.zeros(min(shape[0], 100), shape[1])})
+    scales = optimisers.make("normalised-muon").scales(layout, torch.zeros(1))
+    assert scales.tolist() == pytest.approx([usual_embedding_scale(layout.shapes[0])] * len(scales))
+
+
 def schedule(t, total):
     if not total:
         return (t + 1) / 10 if t < 10 else 1 / (1 + (t - 10) / 100)
@@ -90,12 +111,13 @@ def schedule(t, total):
     return 0.5 * (1 + math.cos(math.pi * min(1.0, (t - warm_up) / max(1, total - warm_up))))
 
 
-@pytest.mark.parametrize(("total", "of_embeddings"), [(None, 1.0), (8, 1.0), (60, 1.0), (8, 12.5)])
+@pytest.mark.parametrize(("total", "of_embeddings"), [(None, None), (8, None), (60, None), (8, 12.5)])
 def test_the_harness_is_its_definition(total, of_embeddings):
-    """Written again with a loop over tensors and steps, float64."""
+    """Written again with a loop over tensors and steps, float64; the embedding has 7 words and 4 columns."""
     theta = normal(LAYOUT.size, seed=1)
     trail, state = steps(optimisers.make("normalised-muon", embedding_scale=of_embeddings), 12, total)
     assert int(state.shared["total_steps"]) == (total or 0)
+    factor = of_embeddings or math.sqrt(7 / 4)
     m = v = torch.zeros_like(theta)
     for t in range(12):
         g = gradient(t)
@@ -107,7 +129,7 @@ def test_the_harness_is_its_definition(total, of_embeddings):
         ):
             if name in ORTHOGONALISED:
                 d = newton_schulz(look.view(SHAPES[name][0], -1)).flatten()
-            d = d / (d.square().mean().sqrt() * math.sqrt(fan_in)) * (of_embeddings if name == "embed.weight" else 1)
+            d = d / (d.square().mean().sqrt() * math.sqrt(fan_in)) * (factor if name == "embed.weight" else 1)
             pieces.append(own - 0.03 * schedule(t, total) * (d + 0.1 * own))
         theta = torch.cat(pieces)
         laws.assert_close(trail[t], theta, 1e-9)
