@@ -386,7 +386,7 @@ def test_the_penn_treebank_and_its_5_grams():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("ptb-cells", 12 * 3), ("ptb-without-irc", 7 * 3), ("ptb-rates", 15), ("ptb-optimisers", 10)],
+    [("ptb-cells", 12 * 3), ("ptb-without-irc", 7 * 3), ("ptb-rates", 15), ("ptb-optimisers", 11)],
     ids=["cells", "without IRC", "rates", "optimisers"],
 )
 def test_the_studies_of_cells_are_sound(name, count, tmp_path, monkeypatch):
