@@ -123,14 +123,41 @@ def test_differences_of_figure_3_are_those_of_its_losses(line, pair, split):
         assert difference(*pair, split) in (ROOT / "docs/claims.md").read_text(encoding="utf-8")
 
 
+COLUMNS = {
+    "`lstm`": "LSTM per tensor",
+    "`ihc-lstm`": "IHC-LSTM per tensor",
+    "harness": "harness",
+    "Muon": "muon",
+    "AdamW": "adamw",
+    "Adam": "adam",
+    "SGD": "sgd",
+}
+"""What the README's columns are called in the reports."""
+
+
+def readme_row(folder):
+    """A line of the README's table by optimiser, less those without a figure."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    cells = re.search(rf"^\| \[[^\]]*\]\(\S*/{folder}\)[^|]*\| (.*) \|$", text, re.M)[1].split(" | ")
+    assert "| | " + " | ".join(COLUMNS) + " |" in text
+    return {name: cell for name, cell in zip(COLUMNS.values(), cells, strict=True) if cell != "–"}
+
+
 def test_the_readme_has_the_losses_of_figure_3():
     table = dict(re.findall(r"^\| ([^|]*) \| [^|]* \| ([\d.]+)[^|]*\|$", read("fig3-width16/table.md"), re.M))
-    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("Figure 3 of Kuo et al.")[2]
-    said = dict(re.findall(r"`?([\w-]+)`? (?:without a network )?(\d\.\d+)", text.partition("figures")[0]))
-    names = {"lstm": "LSTM per tensor", "ihc-lstm": "IHC-LSTM per tensor"}
-    assert len(said) == 7
-    assert said == {name: table[names.get(name, name.lower())] for name in said}
-    assert f"(with S = 0.04, from which the rules begin: {table['harness, S = 0.04']})" in text
+    assert readme_row("fig3-width16") == {name: table[name] for name in COLUMNS.values()}
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"S = 0.04, from which the rules begin, the harness has {table['harness, S = 0.04']} at width 16" in text
+
+
+def test_the_readme_has_the_perplexities_of_the_language_model():
+    text = read("ptb-optimisers/table.md")
+    rows = re.findall(r"^\| ([^|,]*?)(?:, [\d.]+, cosine)? \|.* \| ([\d.]+) \| [\d,]+ \| [^|]*\|$", text, re.M)
+    best = {}
+    for name, value in rows:
+        best[name.lower()] = min(float(value), best.get(name.lower(), 1e9))
+    row = readme_row("ptb-optimisers")
+    assert row == {name: str(best[name.lower()]) for name in row}
 
 
 def test_what_is_said_of_the_full_network_is_in_its_losses():
@@ -159,13 +186,9 @@ def test_what_is_said_of_the_full_network_is_in_its_losses():
     )
     order = rule, "sgd", "adam", lstm
     assert told.groups() == tuple(f"{losses[name, 'train', 251][k]:.2f}" for k in (0, 1) for name in order)
-    test = {name: fmean(losses[name, "test", 1000]) for name in (lstm, rule, "sgd", "adam", "harness", "muon")}
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    number = r"([\d.]+)"
-    names = ("learned `lstm`", r"and\s`ihc-lstm`", ", SGD", ", Adam", ", the harness", "and Muon")
-    pattern = "full size: " + "".join(f"{name} {number} ?" for name in names)
-    said = re.search(pattern, readme)
-    assert said.groups() == tuple(f"{value:#.3g}" for value in test.values())
+    names = (lstm, rule, "sgd", "adam", "harness", "muon")
+    test = {name: fmean(losses[name, "test", 1000]) for name in names}
+    assert readme_row("fig3-batch32") == {name: f"{value:#.3g}" for name, value in test.items()}
     ends = [fmean(losses[name, split, 1000]) for name in ("muon", "harness") for split in ("train", "test")]
     assert re.search(r"Muon ends at {:.3f}\s+and {:.3f}, ".format(*ends), text)
     assert "network ends at {:.3f} and {:.3f}, between".format(*ends[2:]) in text
