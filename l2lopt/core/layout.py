@@ -21,7 +21,7 @@ from l2lopt.core.groupings import (
     SlicedGrouping,
     WholeGrouping,
 )
-from l2lopt.core.kinds import Kind, Role, as_roles, roles
+from l2lopt.core.kinds import Kind, Role, as_roles, roles, stack_of
 
 Params: TypeAlias = dict[str, Tensor]
 """Named tensors: an optimisee's parameters θ or an optimiser's meta-parameters φ."""
@@ -71,15 +71,16 @@ class Layout:
     places: Tensor | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        if not self.roles:
+            object.__setattr__(self, "roles", roles(self.names, self.whole_shapes))
         if not self.fan_ins:
             found: list[int] = []
             last = 0
-            for shape in self.shapes:
-                last = prod(shape[1:]) if len(shape) > 1 else last
+            for shape, role in zip(self.shapes, self.roles, strict=True):
+                # A matrix's columns: of experts [experts, outputs, inputs] these are the inputs of one.
+                last = stack_of(shape, role.split)[2] if len(shape) > 1 else last
                 found.append(max(last or prod(shape), 1))
             object.__setattr__(self, "fan_ins", tuple(found))
-        if not self.roles:
-            object.__setattr__(self, "roles", roles(self.names, self.whole_shapes))
 
     @classmethod
     def of(cls, params: Mapping[str, Tensor], known: Mapping[str, Role] | None = None) -> "Layout":

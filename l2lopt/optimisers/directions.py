@@ -12,7 +12,7 @@ from torch import Tensor
 
 from l2lopt.core.choices import checks_words
 from l2lopt.core.errors import above_0
-from l2lopt.core.kinds import matrix_view
+from l2lopt.core.kinds import stack_of
 from l2lopt.core.layout import Layout, Params
 from l2lopt.optimisers.hand_designed import bias_corrected, check_decay, check_decays
 from l2lopt.optimisers.inputs import Input, StepInputs, moments
@@ -98,7 +98,7 @@ def orthogonalised(
     parts = list(layout.split(values))
     found: list[Tensor | None] = [None] * len(parts)
     alike: dict[tuple[int, int], list[int]] = {}
-    shapes = [_matrix(shape, role.split) for shape, role in zip(layout.shapes, layout.roles, strict=True)]
+    shapes = [stack_of(shape, role.split) for shape, role in zip(layout.shapes, layout.roles, strict=True)]
     for index, role in enumerate(layout.roles):
         if role.kind == "matrix":
             _, rows, columns = shapes[index]
@@ -248,12 +248,6 @@ def is_matrix(layout: Layout, like: Tensor) -> Tensor:
     """Whether each coordinate is one of a matrix, [n]."""
     matrices = [float(role.kind == "matrix") for role in layout.roles]
     return layout.tensors.spread(layout.tensors.each(matrices, like)) > 0
-
-
-def _matrix(shape: Sequence[int], split: int) -> tuple[int, int, int]:
-    """A tensor as a stack of matrices: how many, rows, columns."""
-    rows, columns = matrix_view(shape)
-    return split, rows // split, columns
 
 
 def _wide(matrices: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from l2lopt.core.choices import checks_words
 from l2lopt.core.errors import at_least_0
-from l2lopt.core.kinds import matrix_view
+from l2lopt.core.kinds import stack_of
 from l2lopt.core.layout import Layout
 from l2lopt.core.types import OptimiserState
 from l2lopt.optimisers.base import Optimiser, no_moments
@@ -107,8 +107,7 @@ class Muon(Optimiser):
         """The factor k of each tensor."""
         found = []
         for shape, role in zip(layout.whole_shapes, layout.roles, strict=True):
-            rows, columns = matrix_view(shape)
-            rows = max(rows // role.split, 1)
+            _, rows, columns = stack_of(shape, role.split)
             ratio = max(1.0, rows / max(columns, 1))
             found.append(0.2 * sqrt(max(rows, columns)) if self.scale == "moonlight" else sqrt(ratio))
         return found

@@ -54,7 +54,7 @@ def parameter_groups(module: nn.Module, *, by_role: bool = False) -> list[dict[s
         }
         return [group | ({"fan_in": [transposed.get(name) for name, _ in named]} if transposed else {})]
     groups: dict[tuple[Role, int], list[nn.Parameter]] = {}
-    fan_ins = Layout.of(dict(named)).fan_ins
+    fan_ins = Layout.of(dict(named), known).fan_ins
     for (name, param), fan_in in zip(named, fan_ins, strict=True):
         groups.setdefault((known[name], transposed.get(name, max(fan_in, 1))), []).append(param)
     return [
@@ -73,8 +73,8 @@ def _fan_ins_of_transposed(module: nn.Module) -> dict[str, int]:
     """Name → fan-in of the parameters of layers whose weight has its inputs first: `Conv1D` of transformers' GPT-2."""
     found = dict[str, int]()
     for name, part in module.named_modules():
-        weight = getattr(part, "weight", None)
-        if type(part).__name__ == "Conv1D" and isinstance(weight, nn.Parameter) and weight.dim() == 2:
+        weight = part._parameters.get("weight")  # the attribute may be computed
+        if type(part).__name__ == "Conv1D" and weight is not None and weight.dim() == 2:
             found |= {f"{name}.{own}".lstrip("."): len(weight) for own, _ in part.named_parameters(recurse=False)}
     return found
 

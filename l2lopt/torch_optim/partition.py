@@ -126,7 +126,8 @@ def fan_ins_of(group: Mapping[str, Any], others: Iterable[Tensor]) -> tuple[int,
     matrix among `others` with as many outputs as the vector has numbers.
     """
     params = group["params"]
-    found = list(Layout.of({str(index): param for index, param in enumerate(params)}).fan_ins)
+    known = {str(index): role for index, role in enumerate(roles_of(group))}
+    found = list(Layout.of({str(index): param for index, param in enumerate(params)}, known).fan_ins)
     matrices = [other for other in others if other.dim() > 1]
     for index, param in enumerate(params):
         if param.dim() > 1:

@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+import l2lopt
 from l2lopt.core.errors import UserError
-from l2lopt.core.kinds import KINDS, Role, check_kind, check_split, matrix_view, roles, roles_in
+from l2lopt.core.kinds import KINDS, Role, check_kind, check_split, matrix_view, roles, roles_in, stack_of
 from l2lopt.core.layout import Layout
 
 
@@ -65,6 +66,71 @@ class Factored(nn.Linear):
         self.u, self.v = nn.Parameter(torch.ones(outputs, 2)), nn.Parameter(torch.ones(2, inputs))
 
 
+class ParallelExperts(nn.Module):
+    """A layer's experts in one tensor, as GraniteMoe has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.ones(4, 6, 8)), nn.Parameter(torch.ones(4, 6))
+
+
+def test_each_expert_of_a_tensor_is_a_matrix():
+    found = roles_in(nn.Sequential(ParallelExperts()))
+    assert found == {"0.weight": Role("matrix", 4), "0.scale": Role("matrix")}
+
+
+@given(
+    shape=st.lists(st.integers(0, 6), max_size=4),
+    split=st.integers(1, 8),
+)
+def test_a_stack_has_all_of_a_tensors_numbers_or_is_refused(shape, split):
+    matrices, rows, columns = stack_of(shape, split)
+    whole = torch.Size(shape).numel()
+    assert matrices == split
+    if matrices * rows * columns == whole:
+        check_split("w", shape, split)
+        # A stack of whole slices of the tensor: its matrices are those of its own layout in memory.
+        assert torch.arange(whole).reshape(matrices, rows, columns).flatten().tolist() == list(range(whole))
+    else:
+        with pytest.raises(UserError, match="split"):
+            check_split("w", shape, split)
+
+
+def test_a_subclass_of_a_cell_has_its_gates():
+    class Own(nn.GRUCell):
+        pass
+
+    found = roles_in(nn.ModuleList([Own(3, 4), type("Lstm", (nn.LSTMCell,), {})(3, 4)]))
+    assert (found["0.weight_hh"], found["1.weight_ih"]) == (Role("matrix", 3), Role("matrix", 4))
+
+
+def test_names_tell_what_a_container_holds():
+    tables = {"wte": nn.Parameter(torch.ones(9, 4)), "w": nn.Parameter(torch.ones(7, 4))}
+    found = roles_in(nn.Sequential(nn.ParameterDict(tables)))
+    assert {name: role.kind for name, role in found.items()} == {"0.wte": "embedding", "0.w": "matrix"}
+
+
+class Halved(nn.Module):
+    def forward(self, weight):
+        return weight / 2
+
+
+def test_an_embedding_and_a_head_that_are_computed_are_not_tied():
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 9, bias=False))
+    for part in (model[0], model[2]):
+        nn.utils.parametrize.register_parametrization(part, "weight", Halved())
+    names = ["0.parametrizations.weight.original", "2.parametrizations.weight.original"]
+    assert roles_in(model).items() >= dict(zip(names, roles(names, [(9, 4)] * 2), strict=True)).items()
+
+
+def test_asking_for_the_roles_changes_no_buffer():
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 6)), nn.Linear(6, 2))
+    before = {name: value.clone() for name, value in model.named_buffers()}
+    assert before
+    l2lopt.LearnedOptimizer(model)
+    assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
+
+
 def test_a_layer_of_factors_has_no_weight_to_ask_for():
     found = roles_in(nn.Sequential(nn.Embedding(9, 4), Factored(4, 9)))
     assert {name: role.kind for name, role in found.items()} == {
@@ -103,6 +169,11 @@ def test_a_classifiers_last_layer_is_a_matrix():
         ("position", (), Role("vector")),
         ("conv.weight", (8, 1, 1, 1), Role("vector")),
         ("p3", (8, 8), Role("matrix")),
+        ("model.layers.0.mlp.experts.gate_up_proj", (4, 6, 8), Role("matrix", 4)),
+        ("mlp.experts.gate_up_proj_bias", (4, 6), Role("vector")),
+        ("experts.w1", (1, 6, 8), Role("vector")),
+        ("experts.0.conv.weight", (4, 6, 3), Role("matrix")),
+        ("experts.0.w1.weight", (4, 6), Role("matrix")),
     ],
 )
 def test_names_and_shapes_tell(name, shape, role):

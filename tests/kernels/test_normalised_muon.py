@@ -20,6 +20,7 @@ SHAPES = {
     "qkv": (12, 4),
     "embed.weight": (6, 4),
     "square": (4, 4),
+    "experts.w": (3, 4, 5),
 }
 LAYOUT = Layout.of({name: torch.zeros(shape) for name, shape in SHAPES.items()})
 

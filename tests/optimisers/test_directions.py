@@ -84,6 +84,18 @@ def test_matrices_are_turned_one_by_one_and_all_else_is_0():
             assert not own[name].any()
 
 
+def test_each_expert_is_turned_by_itself_and_steps_by_its_own_inputs():
+    experts, bias, plain = torch.zeros(4, 6, 3), torch.zeros(4, 6), torch.zeros(4, 6, 3)
+    layout = Layout.of({"experts.w": experts, "experts.w_bias": bias, "w": plain})
+    assert layout.fan_ins == (3, 6, 18)
+    values = normal(layout.size)
+    own, given = layout.unravel(orthogonalised(values, layout)), layout.unravel(values)
+    for found, matrix in zip(own["experts.w"], given["experts.w"], strict=True):
+        torch.testing.assert_close(found, newton_schulz(matrix), rtol=0, atol=1e-12)
+    assert not own["experts.w_bias"].any()
+    torch.testing.assert_close(own["w"].flatten(1), newton_schulz(given["w"].flatten(1)), rtol=0, atol=1e-12)
+
+
 def test_rows_and_columns_without_a_gradient_are_left_alone():
     matrix = normal(5, 4)
     matrix[2], matrix[:, 1] = 0, 0

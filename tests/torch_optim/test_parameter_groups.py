@@ -236,6 +236,22 @@ def test_a_layer_with_its_inputs_first_steps_as_its_transpose():
     assert {group["fan_in"] for group in parameter_groups(named, by_role=True)} == {3, 32}
 
 
+def test_a_layers_experts_step_by_their_own_inputs():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Parameter(normal(4, 6, 3))
+
+    for group in (parameter_groups(Experts())[0], *parameter_groups(Experts(), by_role=True)):
+        optimizer = LearnedOptimizer([group], {"name": "normalised-muon", "weight_decay": 0.0, "schedule": "constant"})
+        (experts,) = (param for made in optimizer.param_groups for param in made["params"])
+        before, experts.grad = experts.detach().clone(), normal(4, 6, 3, seed=1)
+        optimizer.step()
+        size = (experts - before).square().mean().sqrt().item()
+        # The first of ten steps of the warm-up, of 0.03 / √3.
+        assert size == pytest.approx(0.1 * 0.03 / math.sqrt(3), rel=1e-6)
+
+
 def test_counts_of_numpy_are_taken_and_saved_as_pythons(tmp_path):
     counts = {"steps": np.int64(9), "split": np.int32(2), "fan_in": [np.int64(3)]}
     (group,) = LearnedOptimizer([("w", nn.Parameter(normal(6, 3)))], **counts).param_groups

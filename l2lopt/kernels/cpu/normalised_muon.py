@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from l2lopt.core.groupings import COMPUTED
-from l2lopt.core.kinds import matrix_view
+from l2lopt.core.kinds import stack_of
 from l2lopt.core.layout import Layout
 from l2lopt.core.types import OptimiserState
 from l2lopt.optimisers import NormalisedMuon, Optimiser
@@ -116,9 +116,8 @@ class Plan:
         self.rest = [index for index, role in enumerate(layout.roles) if role.kind != "matrix"]
         alike: dict[tuple[int, ...], list[_Member]] = {}
         for index, (shape, role) in enumerate(zip(layout.shapes, layout.roles, strict=True)):
-            rows, columns = matrix_view(shape)
             if role.kind == "matrix":
-                stack = role.split, rows // role.split, columns
+                stack = stack_of(shape, role.split)
                 members = alike.setdefault(tuple(sorted(stack[1:])), [])
                 low = members[-1].low + members[-1].shape[0] if members else 0
                 members.append(_Member(index, stack, low))
