@@ -15,7 +15,7 @@ from l2lopt.core.types import OptimiserState
 from l2lopt.optimisers import Optimiser
 from l2lopt.torch_optim import sharding
 from l2lopt.torch_optim.blocks import Block, blocks_of, update_in_blocks_
-from l2lopt.torch_optim.options import warn_of_end
+from l2lopt.torch_optim.options import is_past_end
 from l2lopt.torch_optim.state_check import OBSOLETE
 from l2lopt.torch_optim.state_parts import AXES, arrays_of, shared_or_initial, with_arrays
 
@@ -34,6 +34,9 @@ class FlatVector:
         params: Parameters, in the order of the layout.
         states: `state[p]` of each parameter.
         layout: Layout of the coordinates in this process.
+        steps_made: Number of steps so far; None before the first one.
+        end: Number of steps in all; 0 where it is not known.
+        is_past_end: Whether the last step was the first one after the end, see `options.is_past_end`.
 
     Args:
         params: Parameters by name.
@@ -59,11 +62,12 @@ class FlatVector:
         self._kinds = [(param.dtype, param.device) for param in self.params]
         self._is_distributed = sharding.is_distributed(self.params[0])
         self._shown: list[Params] = [{} for _ in self.params]  # the tensors that this vector has put into `states`
+        self._addresses: dict[tuple[int, str], int] = {}  # of these, less the distributed ones
         self._buffers: dict[str, OptimiserState] = {}  # by prefix
         self._blocks: dict[str, list[Block]] = {}  # by prefix
         self._copies: Params = {}
         self.steps_made: int | None = None
-        self._end = 0
+        self.end, self.is_past_end = 0, False
 
     def is_current(
         self, params: Sequence[Tensor], states: Sequence[dict[str, Any]], steps: int | None, told: tuple[Any, ...] = ()
@@ -73,12 +77,14 @@ class FlatVector:
             return False
         # By identity: who loads or replaces a state puts other tensors there, and the buffers here are then stale.
         every = zip(params, self.params, self._kinds, states, self.states, self._shown, strict=True)
-        for param, mine, kind, state, kept, shown in every:
+        for index, (param, mine, kind, state, kept, shown) in enumerate(every):
             # A parameter that is converted, as by `module.double()`, stays the same object.
             if param is not mine or state is not kept or (param.dtype, param.device) != kind:
                 return False
             for key, tensor in shown.items():
-                if state.get(key) is not tensor:
+                # `tensor.data = …` keeps the object, but it is no view of the buffer any more.
+                address = self._addresses.get((index, key))
+                if state.get(key) is not tensor or (address is not None and tensor.data_ptr() != address):
                     return False
         return True
 
@@ -158,12 +164,12 @@ class FlatVector:
         return update
 
     def _count(self, shared: Params) -> None:
-        """Counts the rule's steps on the host, as a look at the state waits for a GPU, and warns after the last one."""
-        if self.steps_made is None:
-            self.steps_made, self._end = (int(shared.get(name, 0)) for name in ("step", "total_steps"))
+        """Counts the rule's steps on the host, as a look at the state waits for a GPU."""
+        if first := self.steps_made is None:
+            self.steps_made, self.end = (int(shared.get(name, 0)) for name in ("step", "total_steps"))
         else:
             self.steps_made += 1
-        warn_of_end(self.steps_made, self._end)
+        self.is_past_end = is_past_end(self.steps_made, self.end, first)
 
     def _join(self, rule: Optimiser, prefix: str, dtype: torch.dtype, like: Tensor) -> OptimiserState:
         """The state in `states`, or the rule's initial state, as buffers; `states` get views of them."""
@@ -195,6 +201,8 @@ class FlatVector:
     def _show(self, index: int, name: str, value: Tensor) -> None:
         """Puts a tensor into `state[p]` of one parameter."""
         self._shown[index][name] = self.states[index][name] = value
+        if type(value) is Tensor:
+            self._addresses[index, name] = value.data_ptr()
 
 
 def _store(values: Params, buffers: Params) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 from torch.utils import _pytree as pytree
 
-from l2lopt import kernels, optimisers
+from l2lopt import kernels
 from l2lopt.core.errors import UserError
 from l2lopt.core.precision import without_autocast
 from l2lopt.kernels.fused import FusedOptimiser
@@ -22,24 +22,31 @@ from l2lopt.torch_optim.differentiable import Differentiable, higher
 from l2lopt.torch_optim.flat_vectors import FlatVector, compute_dtype
 from l2lopt.torch_optim.options import (
     LATE,
-    USUAL_RATES,
     as_number,
     check_closure,
     check_gradients,
     check_group,
     check_options,
     check_parameters,
-    check_rate,
     has_diverged,
     names_of,
     one_loss,
     refuse_torchs,
     steps_of,
+    warn_of_end,
     warn_of_small_factors,
     with_plain_numbers,
 )
-from l2lopt.torch_optim.parameter_groups import as_one_module, each_of, named_alike, parameter_groups, roles_of
+from l2lopt.torch_optim.parameter_groups import (
+    as_one_module,
+    each_of,
+    in_order_of,
+    named_alike,
+    parameter_groups,
+    roles_of,
+)
 from l2lopt.torch_optim.partition import vectors_of
+from l2lopt.torch_optim.rule_choice import fallback_of, rule_of
 from l2lopt.torch_optim.state_check import check_rules, check_shapes
 from l2lopt.torch_optim.state_dict import restore
 from l2lopt.weights import files
@@ -183,6 +190,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Continues from a copy or a state dict; the state of other rules is refused before anything changes."""
         for group, saved in zip(self.__dict__.get("param_groups", []), state["param_groups"], strict=False):
+            saved |= in_order_of(group, saved)  # distributed checkpoints go by names
             check_rules(group, saved, self._rules, state["state"])
             check_options({**group, **saved})
             check_shapes(group | {"fallen_back": saved.get("fallen_back")}, self._rules, state["state"])
@@ -229,7 +237,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
 
         Args:
             closure: Function that computes loss and gradients; called once.
-            loss: Unscaled loss that the gradients belong to, one number, where there is no closure. Rules with the
+            loss: Unscaled loss that the gradients belong to, one number, where no closure returns it. Rules with the
                 input `loss` need it; a fallback checks it.
 
         Returns:
@@ -242,7 +250,9 @@ class LearnedOptimizer(torch.optim.Optimizer):
         check_closure(closure)
         if closure is not None:
             with torch.enable_grad():
-                result = loss = closure()
+                result = closure()
+            # Lightning passes a closure that returns nothing beside the loss.
+            loss = loss if result is None else result
         devices = {param.device.type for group in self.param_groups for param in group["params"]}
         with torch.no_grad(), without_autocast(devices | {"cpu"}):
             for group in self.param_groups:
@@ -251,13 +261,16 @@ class LearnedOptimizer(torch.optim.Optimizer):
             value = self._loss(loss)
             if loss is not None and value is not None:
                 self._check_divergence(value)
-            late = []
+            late, ended = [], []
             for index, group in enumerate(self.param_groups):
                 others = [param for other in self.param_groups if other is not group for param in other["params"]]
                 for vector in vectors_of(group, self.state, self._vectors.setdefault(index, {}), others):
                     self._step_vector(vector, group, value)
                     late += [group] * (vector.steps_made == LATE)
+                    ended += [vector] * vector.is_past_end
         warn_of_small_factors(late, self._rules)
+        if ended:
+            warn_of_end(ended[0].steps_made or 0, ended[0].end)
         return result
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -275,22 +288,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
         """The hash of a rule, under which `_rules` has a copy of it from now on."""
         if isinstance(weights, str) and weights in self._rules:  # from a copied group
             return weights
-        if not isinstance(weights, Optimiser | Mapping | str | Path):
-            expected = "a name, a file, a choice or an optimiser"
-            remedy = "a rate goes to lr=" if isinstance(weights, float | int) else "use 'lstm', for instance"
-            raise UserError("LearnedOptimizer: weights", expected=expected, found=repr(weights), remedy=remedy)
-        rated = {*optimisers.HAND_DESIGNED} - {*optimisers.UNTUNED}
-        if isinstance(weights, str) and weights in rated and not Path(weights).exists():
-            choice = {"name": weights, "lr": USUAL_RATES.get(weights, 0.001)}
-            found, remedy = f"{weights!r} without a rate", f"use {choice}, for instance"
-            raise UserError("LearnedOptimizer: weights", expected="a rule", found=found, remedy=remedy)
-        if isinstance(weights, Optimiser):
-            rule = deepcopy(weights)
-        elif isinstance(weights, Mapping) or weights in optimisers.UNTUNED:
-            rule = optimisers.build(weights if isinstance(weights, str) else dict(weights))
-        else:
-            rule = files.load(weights)
-        check_rate(rule)
+        rule = rule_of(weights)
         rule_id = files.digest(rule)
         self._rules.setdefault(rule_id, rule.requires_grad_(False))
         return rule_id
@@ -299,19 +297,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
         """The hash of a hand-designed rule; see `_rule_id`."""
         if fallback is None or (isinstance(fallback, str) and fallback in self._rules):
             return fallback
-        if isinstance(fallback, Optimiser):
-            if fallback.phi():
-                found, remedy = type(fallback).__name__, f"choose one of {', '.join(optimisers.HAND_DESIGNED)}"
-                raise UserError("fallback", expected="a hand-made optimiser", found=found, remedy=remedy)
-            return self._rule_id(fallback)
-        if not isinstance(fallback, Mapping | str):
-            expected = "a name, a choice or a hand-made optimiser"
-            remedy = 'use "adam", for instance'
-            raise UserError("LearnedOptimizer: fallback", expected=expected, found=repr(fallback), remedy=remedy)
-        choice = dict(fallback) if isinstance(fallback, Mapping) else {"name": fallback}
-        if isinstance(fallback, str) and fallback not in optimisers.UNTUNED:
-            choice["lr"] = 1e-3
-        return self._rule_id(optimisers.build(choice, optimisers.HAND_DESIGNED))
+        return self._rule_id(fallback_of(fallback))
 
     def _clear_cache(self) -> None:
         """Drops everything that can be made again from `state` and the rules."""

@@ -113,16 +113,27 @@ def warn_of_small_factors(groups: Sequence[Mapping[str, Any]], rules: Mapping[st
         log.warning(text, decays[0])
 
 
-def warn_of_end(made: int, total: int) -> None:
-    """Logs a warning at the first step after the last one that a rule was told.
+def is_past_end(made: int, total: int, first: bool) -> bool:
+    """Whether a step is the first one after the last one that a rule was told, of a run or since its state was loaded.
 
     Args:
         made: Number of steps so far.
         total: Number of steps in all; 0 where it is not known.
+        first: Whether it is the first step with this state or with this number of steps.
     """
-    if total > 0 and made == total + 1:
-        text = "the run was to end after %d steps, and updates are 0 from now on: steps counts calls of step()"
-        logging.getLogger("l2lopt").warning(text, total)
+    return total > 0 and (made == total + 1 or (first and made > total))
+
+
+def warn_of_end(made: int, total: int) -> None:
+    """Logs a warning that updates are 0.
+
+    Args:
+        made: Number of steps so far.
+        total: Number of steps in all.
+    """
+    text = "the run was to end after %d steps, and updates are 0 from now on: this is step %d; "
+    text += "steps counts all calls of step(), those before a resume among them"
+    logging.getLogger("l2lopt").warning(text, total, made)
 
 
 def has_diverged(loss: float, first: float) -> bool:

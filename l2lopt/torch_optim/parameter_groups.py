@@ -127,6 +127,32 @@ def each_of(option: str, group: Mapping[str, Any], count: int) -> Sequence[Each]
     return value
 
 
+def in_order_of(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """What a saved group lists for each parameter, in the order that a group has these in.
+
+    Distributed checkpoints find a parameter's state by its name, and leave such lists as they were saved.
+
+    Args:
+        group: Group that loads.
+        saved: Saved group.
+
+    Returns:
+        The options "kind", "split" and "fan_in" that are lists, and the group's names; nothing where no name is in
+        both groups.
+    """
+    names, own = saved.get("param_names"), group.get("param_names")
+    if not names or not own or list(names) == list(own) or not {*names} & {*own}:
+        return {}
+    found: dict[str, Any] = {"param_names": list(own)}
+    for option in ("kind", "split", "fan_in"):
+        value = saved.get(option)
+        if isinstance(value, list) and len(value) == len(names):
+            there = dict(zip(names, value, strict=True))
+            mine = zip(own, each_of(option, group, len(own)), strict=True)
+            found[option] = [there.get(name, known) for name, known in mine]
+    return found
+
+
 def named_alike(group: dict[str, Any], others: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """A group with names of its own if it has none and the other groups have them.
 

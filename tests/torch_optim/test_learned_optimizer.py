@@ -97,6 +97,20 @@ def test_the_loss_comes_from_the_closure_or_by_itself():
     laws.assert_same({name: value.detach() for name, value in one.items()}, before)
 
 
+def test_a_loss_beside_a_closure_that_returns_none_counts():
+    """As Lightning calls it in manual optimisation."""
+    rule = seeded(optimisers.make("coordinatewise", hidden_size=3, inputs=["log-and-sign", "rnnprop", "loss"]))
+    one, other = start(), start()
+    descend(one, LearnedOptimizer(one.values(), rule), range(3))
+    optimizer = LearnedOptimizer(other.values(), rule)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = bumpy(other, step)
+        loss.backward()
+        assert optimizer.step(lambda: None, loss=loss) is None
+    laws.assert_same(dict(one), dict(other))
+
+
 def test_weights_come_from_a_file(tmp_path):
     rule = optimisers.make("coordinatewise", hidden_size=3)
     files.save(rule, tmp_path / "w.safetensors")

@@ -11,6 +11,7 @@ from implementations import normal, seeded
 from torch import nn
 
 from l2lopt import LearnedOptimizer, UserError, optimisers
+from l2lopt.torch_optim.parameter_groups import inform
 from l2lopt.weights import files
 
 
@@ -258,7 +259,33 @@ def test_the_first_step_after_the_last_is_told_once(weights, caplog):
         assert len(told) == int(step >= 4)
         if step == 2:  # a checkpoint counts on
             optimizer.load_state_dict(optimizer.state_dict())
-    assert "the run was to end after 4 steps, and updates are 0 from now on" in told[0]
+    assert "the run was to end after 4 steps, and updates are 0 from now on: this is step 5" in told[0]
+
+
+@pytest.mark.parametrize("later", ["loaded", "told"])
+def test_a_run_that_goes_on_past_its_end_is_told_so_once(later, caplog):
+    """However many groups there are."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    groups = [{"params": layer.parameters()} for layer in model]
+    optimizer = LearnedOptimizer(groups, "normalised-muon")
+
+    def step():
+        optimizer.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+
+    for _ in range(3):
+        step()
+    if later == "loaded":
+        saved = optimizer.state_dict()
+        optimizer = LearnedOptimizer([{"params": layer.parameters()} for layer in model], "normalised-muon", steps=2)
+        optimizer.load_state_dict(saved)
+    else:
+        inform(optimizer, steps=2)
+    for _ in range(2):
+        step()
+    (told,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert "the run was to end after 2 steps, and updates are 0 from now on: this is step 4" in told
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from descent import LSTM, descend, each_optimiser, start
 from torch import nn
 
-from l2lopt import LearnedOptimizer, UserError, optimisers
+from l2lopt import LearnedOptimizer, UserError, optimisers, parameter_groups
 from l2lopt.weights import files
 
 
@@ -193,6 +193,60 @@ def test_a_state_by_names_goes_on_as_distributed_checkpoints_have_it():
     by_names.set_optimizer_state_dict(other, another, by_names.get_optimizer_state_dict(model, optimizer))
     expected = descend(dict(model.named_parameters()), optimizer, range(3, 6))
     laws.assert_same(descend(dict(other.named_parameters()), another, range(3, 6)), expected)
+
+
+@pytest.mark.parametrize("change", ["order", "groups"])
+def test_a_state_by_names_is_that_of_the_parameters_whatever_their_order_and_groups(change):
+    """What a group lists for each parameter, its kind for instance, goes with the name too."""
+    by_names = pytest.importorskip("torch.distributed.checkpoint.state_dict")
+
+    def made(is_changed):
+        torch.manual_seed(0)
+        # No biases, whose fan-in is told by the matrix before them.
+        layers = torch.nn.Linear(4, 6, bias=False), torch.nn.Linear(6, 9, bias=False)
+        model = torch.nn.Sequential(torch.nn.Embedding(9, 4), *layers)
+        (group,) = parameter_groups(model)
+        cuts = [slice(None)] if (change == "groups") == is_changed else [slice(0, 1), slice(1, None)]
+        if change == "order":
+            cuts = [slice(None, None, -1 if is_changed else 1)]
+        return model, LearnedOptimizer([{key: value[cut] for key, value in group.items()} for cut in cuts], steps=9)
+
+    def steps(model, optimizer):
+        for _ in range(3):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(torch.arange(9)), torch.arange(9)).backward()
+            optimizer.step()
+        return dict(model.named_parameters())
+
+    (model, optimizer), (other, another) = made(False), made(True)
+    steps(model, optimizer)
+    other.load_state_dict(model.state_dict())
+    saved = deepcopy(by_names.get_optimizer_state_dict(model, optimizer))
+    by_names.set_optimizer_state_dict(other, another, saved)
+    expected = steps(model, optimizer)
+    for name, value in steps(other, another).items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("rule", ["normalised-muon", "lstm"])
+def test_a_state_that_was_moved_by_its_data_is_the_one_that_is_saved(rule):
+    """As the snippets do that move an optimiser from device to device."""
+
+    def run(moved):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 4)
+        optimizer = LearnedOptimizer(model, rule, steps=9)
+        for step in range(6):
+            if moved and step == 3:
+                for state in optimizer.state.values():
+                    for value in state.values():
+                        if isinstance(value, torch.Tensor):
+                            value.data = value.data.clone()
+            model(torch.ones(1, 3) * (step + 1)).square().sum().backward()
+            optimizer.step()
+        return optimizer.state_dict()["state"]
+
+    laws.assert_same(run(True), run(False))
 
 
 def test_a_first_state_is_made_without_a_loss():
