@@ -24,9 +24,10 @@ from l2lopt.report.tables import Table
 from l2lopt.storage.run_log import write_text
 
 NORMALISED = (
-    "A normalised loss is (loss − target) / (loss at the beginning − target): 0 % ends where the target's optimiser "
-    "ends, 100 % where all began, and below 0 % is better than the target. Shown are interquartile means over tasks "
-    "and seeds. Green: the 95 % interval lies below 0 %. Red: it lies above."
+    "A normalised loss is (loss − target) / (mean loss at the beginning − mean target), the target being that of the "
+    "same seed: 0 % ends where the target's optimiser ends, 100 % where all began, and below 0 % is better than the "
+    "target. Shown are interquartile means over tasks and seeds. Green: the 95 % interval lies below 0 %. Red: it lies "
+    "above."
 )
 """Explanation of the normalised loss, below the tables that show it."""
 

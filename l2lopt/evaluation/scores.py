@@ -133,18 +133,19 @@ def speed_up(steps: Tensor, means: Tensor, target: Tensor | float, budget: int) 
     return budget / steps_to_target(steps, means, target).clamp_min(1)  # one step is the least that can be spent
 
 
-def normalised(losses: Tensor, begin: float, target: float) -> Tensor:
-    """(loss − target) / (begin − target): 0 is the target, 1 the loss at the beginning, below 0 better than the target.
+def normalised(losses: Tensor, targets: Tensor, room: Tensor | float) -> Tensor:
+    """(loss − target) / room, seed by seed: 0 is the target, 1 the beginning, below 0 better than the target.
 
     Unlike a ratio of losses this is the same for losses of any unit and offset, such as those of densities, which may
-    be negative.
+    be negative. The target is that of the same seed, which is the same problem: an optimiser that equals the target's
+    has 0 whatever is made of the seeds, where from a mean of the targets skewed losses would differ.
 
     Args:
-        losses: Losses of any shape.
-        begin: Mean loss at the beginning.
-        target: Loss of a baseline; below `begin`.
+        losses: Losses, [..., S].
+        targets: Losses of a baseline on the same problems, finite, [..., S].
+        room: Mean loss at the beginning less the mean target, above 0, broadcast to [..., S].
     """
-    return (finite_or_infinite(losses) - target) / (begin - target)
+    return (finite_or_infinite(losses) - targets) / room
 
 
 def interquartile_mean(values: Tensor) -> Tensor:

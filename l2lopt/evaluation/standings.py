@@ -148,7 +148,7 @@ class Standings:
             tasks: Tasks of the rows, at least one, all with a target.
         """
         rows = zip(self.finals(entry, tasks), tasks, strict=True)
-        return torch.stack([scores.normalised(row, *self.targets[task.name]) for row, task in rows])
+        return torch.stack([self._normalised(row, task.name) for row, task in rows])
 
     def normalised_again(self, entry: Competitor, tasks: Sequence[TaskInfo]) -> Tensor:
         """The normalised final losses of a competitor in every resample, [B, T, S].
@@ -165,11 +165,11 @@ class Standings:
             run, plain = self._target_run(task.name), self.targets[task.name]
             assert run is not None, "a target has runs"
             found, drawn = run.losses[self.split], draws[:, index]
-            target = scores.finite_or_infinite(found[max(found)])[drawn].mean(-1, keepdim=True)
-            room = scores.beginning(found, run.first)[drawn].mean(-1, keepdim=True) - target
+            own = scores.finite_or_infinite(found[max(found)])[drawn]
+            room = (scores.beginning(found, run.first)[drawn] - own).mean(-1, keepdim=True)
             # Where the target did not lower the loss of the few problems drawn, the scale is that of all.
             room = torch.where(room > 0, room, plain.begin - plain.loss)
-            again.append((losses[index][drawn] - target) / room)
+            again.append(scores.normalised(losses[index][drawn], own, room))
         return torch.stack(again, 1)
 
     def interquartile(self, entry: Competitor, tasks: Sequence[TaskInfo]) -> Interval | None:
@@ -240,7 +240,7 @@ class Standings:
         if target is not None:
             needed = float(scores.steps_to_target(steps, matrix.mean(-1), target.loss))
             quicker = float(scores.speed_up(steps, matrix.mean(-1), target.loss, budget))
-            scaled = float(scores.interquartile_mean(scores.normalised(matrix[-1], *target)))
+            scaled = float(scores.interquartile_mean(self._normalised(matrix[-1], run.task)))
         return Score(
             run.task,
             run.optimiser,
@@ -256,6 +256,14 @@ class Standings:
             speed_up=quicker,
             normalised=scaled,
         )
+
+    def _normalised(self, finals: Tensor, task: str) -> Tensor:
+        """The normalised final losses of a competitor on a task with a target, [S]."""
+        run, target = self._target_run(task), self.targets[task]
+        assert run is not None, "a target has runs"
+        found = run.losses[self.split]
+        own = scores.finite_or_infinite(found[max(found)])
+        return scores.normalised(finals, own, target.begin - target.loss)
 
     def _target_run(self, task: str) -> TaskRun | None:
         """The runs of the target's optimiser in the league of the most effort."""

@@ -6,6 +6,7 @@ import math
 import re
 from base64 import b64decode
 from collections import Counter
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -215,12 +216,25 @@ def test_losses_are_shown_with_their_divergences():
     assert classes == {(0, 1): "good", (1, 1): "bad"}
 
 
+def test_a_twin_of_the_target_is_at_0_however_skewed_its_losses_are():
+    result, made = small(tasks=("a", "b"), splits=("held-out",), seeds=5), []
+    outlier = torch.tensor([0, 0, 0, 0, 1.0])
+    for run in result.runs:
+        losses = {step: values + outlier for step, values in run.losses["test"].items()}
+        run = replace(run, losses={**run.losses, "test": losses}, first=run.first + outlier)
+        made += [run, replace(run, optimiser="twin")] if run.optimiser == result.target_optimiser else [run]
+    standings = Standings(replace(result, runs=tuple(made)))
+    entry = next(entry for entry in standings.competitors if entry.optimiser == "twin")
+    assert standings.interquartile(entry, standings.tasks) == (0, 0, 0)
+    assert {line.normalised for line in standings.lines() if line.optimiser == "twin"} == {0}
+
+
 def test_normalised_losses_are_those_of_the_definition():
     standings = Standings(small(tasks=("a", "b"), splits=("held-out",)))
     harness, adamw = (run for run in standings.result.runs if run.task == "a" and run.kind != "learned")
     begin = torch.stack([adamw.losses["test"][0], adamw.first]).amin(0).mean()
-    target = adamw.losses["test"][100].mean()
-    expected = (harness.losses["test"][100] - target) / (begin - target)
+    target = adamw.losses["test"][100]
+    expected = (harness.losses["test"][100] - target) / (begin - target.mean())
     entry = Competitor("harness", "harness", "untuned")
     torch.testing.assert_close(standings.normalised(entry, standings.tasks)[0], expected)
     table, _ = tables.family_table(standings, "untuned")

@@ -118,8 +118,9 @@ def test_an_easier_target_is_never_reached_later(values, target, easier):
 
 
 def test_normalised_losses():
-    found = scores.normalised(torch.tensor([0.5, 2.5, 0.25, math.nan]), begin=2.5, target=0.5)
-    assert found.tolist() == [0, 1, -0.125, INF]
+    targets = torch.tensor([0.5, 0.5, 0.75, 0.25], dtype=torch.float64)
+    found = scores.normalised(torch.tensor([0.5, 2.5, 0.25, math.nan]), targets, room=2.0)
+    assert found.tolist() == [0, 1, -0.25, INF]
 
 
 @few
