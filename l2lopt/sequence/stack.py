@@ -170,8 +170,10 @@ class Stack(nn.Module):
             outputs = []
             for k, direction in enumerate(layer):
                 weights = m.masked(direction, f"{i}.{k}.", masks)
-                # Replaced for this call alone, so that the parameters stay unmasked.
-                output, final = functional_call(direction, weights, (x, next(states), alive))
+                given = x, next(states), alive
+                # Replaced for this call alone, so that the parameters stay unmasked. `torch.jit.trace` refuses a
+                # replacement, even one of nothing.
+                output, final = functional_call(direction, weights, given) if weights else direction(*given)
                 outputs.append(output)
                 finals.append(final)
             x = torch.cat([o.movedim(1, -1) for o in outputs], -1).movedim(-1, 1) if len(outputs) > 1 else outputs[0]
