@@ -178,7 +178,8 @@ def _self_tuned_rates(plan: Plan, tuning: Sequence[Job]) -> dict[int, float]:
 def _problems(plan: Plan, job: Job, made: protocol.Entry, report: Report, only_cached: bool = False) -> Problems:
     """The problems of a task, its runs cached by all that they depend on."""
     entrant = made.competitor if made.rule is None else made.rule
-    stored = FileCache(plan.cache, run_facts.run_facts(_facts(plan, job.task), entrant))
+    defaults = run_facts.run_defaults(plan.tasks[job.task].optimisee, entrant)
+    stored = FileCache(plan.cache, run_facts.run_facts(_facts(plan, job.task), entrant), defaults)
     run_cache: RunCache = stored.read if only_cached else stored
     settings = protocol.settings_of(plan.suite, plan.tasks[job.task].steps)
     return protocol.with_one_form(made, Problems(made.optimisee, settings, SEED, report, run_cache))

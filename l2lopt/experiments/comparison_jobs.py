@@ -23,7 +23,7 @@ from l2lopt.experiments import build, runs, study_labels
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import Config
 from l2lopt.experiments.run_cache import FileCache, MissingRunError, file_digest, read_run, write_run
-from l2lopt.experiments.run_facts import FORMAT, code_of, problem_facts, run_facts, weights_of
+from l2lopt.experiments.run_facts import FORMAT, code_of, problem_facts, run_defaults, run_facts, weights_of
 from l2lopt.optimisers import Optimiser
 from l2lopt.parallel import processes
 from l2lopt.parallel.jobs import fingerprint, slug, unique_labels
@@ -118,11 +118,13 @@ class ResolvedJob(NamedTuple):
         config: Config of the job.
         paths: Files of its rows of the table.
         work: All that each of these runs depends on, as the file says it.
+        beside: Defaults that all of them depend on as well, see `run_facts.run_defaults`.
     """
 
     config: Config
     paths: list[Path]
     work: list[dict[str, Any]]
+    beside: dict[str, str]
 
 
 def located(study: Study, source: str, folder: str, changes: Sequence[str], cache: str | None = None) -> StudyLocation:
@@ -207,18 +209,19 @@ def make_job(location: StudyLocation, job: Job, report: Report = silent, only_ca
         if job.meta_seed is None:
             baseline = config.evaluation.baselines[job.optimiser]
             facts, rows = run_facts(problem, baseline), [baseline.contestant()]
+            defaults = run_defaults(config.optimisee, baseline)
         else:
             rule = given or files.load(folder / "optimiser.safetensors", trusted=True)
             rule = build.match_dtype(rule, [optimisee])
-            facts = run_facts(problem, rule)
+            facts, defaults = run_facts(problem, rule), run_defaults(config.optimisee, rule)
             fused = kernels.fuse(rule.to(build.device(config.device)), config.backend)
             rows = comparison.rows_of(folder.name, fused, _settings_of(location, job))
         for row, path, work, wanted in zip(rows, resolved.paths, resolved.work, missing, strict=True):
             if wanted:
-                cache = FileCache(location.cache or path.with_suffix(""), facts)
+                cache = FileCache(location.cache or path.with_suffix(""), facts, defaults)
                 kept = cache.read if only_cached else cache
                 run = optimiser_run(row, Problems(optimisee, config.evaluation, study.seed, report, kept))
-                processes.on_first(partial(write_run, path, work, run))
+                processes.on_first(partial(write_run, path, work, run, resolved.beside))
 
 
 def collect_cached(location: StudyLocation, planned: Sequence[Job]) -> None:
@@ -248,7 +251,8 @@ def resolve(location: StudyLocation, job: Job) -> ResolvedJob:
     if job.meta_seed is None:
         baseline = config.evaluation.baselines[job.optimiser]
         said = {"baseline": baseline.model_dump(mode="json"), **code_of(baseline.optimiser)}
-        return ResolvedJob(config, [home / f"{slug(baseline.name)}.json"], [depends | work | said])
+        path, defaults = home / f"{slug(baseline.name)}.json", run_defaults(config.optimisee, baseline)
+        return ResolvedJob(config, [path], [depends | work | said], defaults)
     contender = study.optimisers[job.optimiser]
     folder, given = home / f"{slug(contender.label)}-{job.meta_seed}", _fixed_optimiser(contender)
     if given is None:
@@ -258,10 +262,11 @@ def resolve(location: StudyLocation, job: Job) -> ResolvedJob:
     else:
         depends |= {"rule": files.digest(given), **code_of(given.description)}
     paths, alike = [folder / "free-run.json"], depends | work
+    defaults = run_defaults(config.optimisee, given or config.optimiser)
     if len(multipliers := _settings_of(location, job).multipliers) > 1:
         paths.append(folder / "free-run-tuned.json")
-        return ResolvedJob(config, paths, [alike, alike | {"multipliers": multipliers}])
-    return ResolvedJob(config, paths, [alike])
+        return ResolvedJob(config, paths, [alike, alike | {"multipliers": multipliers}], defaults)
+    return ResolvedJob(config, paths, [alike], defaults)
 
 
 def config_of(location: StudyLocation, job: Job) -> Config:
@@ -283,7 +288,8 @@ def _settings_of(location: StudyLocation, job: Job) -> EvaluationSettings:
 def cached_runs(location: StudyLocation, job: Job) -> list[OptimiserRun | None]:
     """The job's free runs, each if it was made from the same work before."""
     resolved = resolve(location, job)
-    return [read_run(path, work) for path, work in zip(resolved.paths, resolved.work, strict=True)]
+    pairs = zip(resolved.paths, resolved.work, strict=True)
+    return [read_run(path, work, resolved.beside) for path, work in pairs]
 
 
 def required_runs(location: StudyLocation, job: Job) -> list[OptimiserRun]:

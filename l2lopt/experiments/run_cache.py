@@ -1,7 +1,8 @@
 """The store of free runs: JSON files that are read again where everything that a run depends on is the same.
 
-A file names its `work`, all that the losses in it depend on; a file of another work is as good as none. A number that
-is not finite is null in the file and NaN when it is read again.
+A file names its `work`, all that the losses in it depend on; a file of another work is as good as none, and so is one
+with another value for a default that it has `beside` its work. A number that is not finite is null in the file and NaN
+when it is read again.
 """
 
 import hashlib
@@ -21,7 +22,7 @@ from l2lopt.evaluation.contestants import tuned_name
 from l2lopt.evaluation.free_runs import Curves
 from l2lopt.evaluation.settings import SPLITS, Baseline
 from l2lopt.evaluation.tuned_runs import Choices, OptimiserRun, TunedRun, choice_facts
-from l2lopt.experiments.run_facts import problem_facts, run_facts
+from l2lopt.experiments.run_facts import problem_facts, run_defaults, run_facts
 from l2lopt.optimisee import Optimisee
 from l2lopt.optimisers import Optimiser
 from l2lopt.storage.run_log import write_json
@@ -40,6 +41,8 @@ class FileCache:
     Args:
         folder: Folder of the files, made when the first is written.
         work: Facts that all groups depend on, such as the problem, its data and an optimiser's weights.
+        beside: Defaults that they depend on as well, as `run_defaults` gives them: a stored group without a word on one
+            is taken for a group of its value.
 
     Example:
         >>> import optimisees
@@ -51,8 +54,10 @@ class FileCache:
         >>> run = optimiser_run(Baseline(optimiser="sgd", rates=[0.01]).contestant(), problems)  # doctest: +SKIP
     """
 
-    def __init__(self, folder: str | Path, work: Mapping[str, Any]) -> None:
-        self.folder, self.work = Path(folder), work
+    def __init__(
+        self, folder: str | Path, work: Mapping[str, Any], beside: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        self.folder, self.work, self.beside = Path(folder), work, beside
 
     def __call__(self, work: Mapping[str, Any], make: Callable[[], Curves]) -> Curves:
         """The curves of a group: read where they are there, made and written where they are not."""
@@ -63,7 +68,7 @@ class FileCache:
         text = self._text(work)
         rows = {split: losses.tolist() for split, losses in curves.losses.items()}
         facts = {"steps": curves.steps, "losses": rows, "first": curves.first.tolist(), "seconds": curves.seconds}
-        made = {"work": text, **facts, **_precision(curves.first, *curves.losses.values())}
+        made = {"work": text, **_record(self.beside), **facts, **_precision(curves.first, *curves.losses.values())}
         write_json(self._path(text), made, seal=True)
         return curves
 
@@ -81,7 +86,7 @@ class FileCache:
         try:
             stored = opened(json.loads(self._path(text).read_text(encoding="utf-8")))
             # The name has a part of the hash only, so the file itself says what it was made from.
-            if stored["work"] == text:
+            if stored["work"] == text and _agrees(stored, self.beside):
                 return _curves(stored, work.get("splits", ()))
         except _UNREADABLE:
             pass
@@ -113,19 +118,26 @@ def contestant_caches(
         rules: Name → learned rule, as it takes part.
     """
     problem = problem_facts(choice, optimisee)
-    caches = {baseline.name: FileCache(folder, run_facts(problem, baseline)) for baseline in baselines}
+
+    def cache(optimiser: Optimiser | Baseline) -> FileCache:
+        return FileCache(folder, run_facts(problem, optimiser), run_defaults(choice, optimiser))
+
+    caches = {baseline.name: cache(baseline) for baseline in baselines}
     for name, rule in rules.items():
-        caches[name] = caches[tuned_name(name)] = FileCache(folder, run_facts(problem, rule))
+        caches[name] = caches[tuned_name(name)] = cache(rule)
     return caches
 
 
-def write_run(path: Path, work: Mapping[str, Any], run: OptimiserRun) -> None:
+def write_run(
+    path: Path, work: Mapping[str, Any], run: OptimiserRun, beside: Mapping[str, str] = MappingProxyType({})
+) -> None:
     """Writes an optimiser's whole run.
 
     Args:
         path: File to write.
         work: Facts that the run depends on.
         run: Run.
+        beside: Defaults that it depends on as well.
     """
     losses = {split: {str(step): row.tolist() for step, row in steps.items()} for split, steps in run.losses.items()}
     facts = {
@@ -140,20 +152,23 @@ def write_run(path: Path, work: Mapping[str, Any], run: OptimiserRun) -> None:
         "losses": losses,
         **_precision(run.first, *(row for steps in run.losses.values() for row in steps.values())),
     }
-    write_json(path, {"work": work, **facts}, seal=True)
+    write_json(path, {"work": work, **_record(beside), **facts}, seal=True)
 
 
-def read_run(path: Path, work: Mapping[str, Any]) -> OptimiserRun | None:
-    """An optimiser's run that was written before; None where there is none, or one of another work.
+def read_run(
+    path: Path, work: Mapping[str, Any], beside: Mapping[str, str] = MappingProxyType({})
+) -> OptimiserRun | None:
+    """An optimiser's run that was written before; None where there is none, or one of another work or default.
 
     Args:
         path: File to read.
         work: Facts that the run is to depend on.
+        beside: Defaults that it is to depend on as well.
     """
     try:
         facts = opened(json.loads(path.read_text(encoding="utf-8")))
         # Through JSON, as the file went: tuples have become lists there, and keys strings.
-        if facts["work"] != json.loads(json.dumps(work)):
+        if facts["work"] != json.loads(json.dumps(work)) or not _agrees(facts, beside):
             return None
         first = _tensor(facts, facts["first"])
         losses: dict[Any, dict[int, Tensor]] = {
@@ -174,6 +189,17 @@ def read_run(path: Path, work: Mapping[str, Any]) -> OptimiserRun | None:
 def file_digest(path: Path) -> str | None:
     """The SHA-256 of a file's content; None where there is no file."""
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
+
+
+def _record(beside: Mapping[str, str]) -> dict[str, Any]:
+    """What a file says of defaults, if there are any."""
+    return {"beside": dict(beside)} if beside else {}
+
+
+def _agrees(stored: Mapping[str, Any], beside: Mapping[str, str]) -> bool:
+    """Whether a file has no other default: one that it does not name was there before it was written down."""
+    known = stored.get("beside", {})
+    return all(known.get(option, value) == value for option, value in beside.items())
 
 
 def _curves(stored: Mapping[str, Any], splits: Sequence[str]) -> Curves:

@@ -6,13 +6,17 @@ Runs are equal up to rounding where these facts are: the number of threads and t
 import ast
 import hashlib
 import importlib.util
+import inspect
 import sys
+from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Any
 
-from l2lopt.core.registry import Choice
+import optimisees
+from l2lopt import cells, optimisers
+from l2lopt.core.registry import Choice, Table
 from l2lopt.evaluation.settings import Baseline
 from l2lopt.experiments import from_python
 from l2lopt.optimisee import Optimisee
@@ -24,6 +28,15 @@ MAIN = "__main__"
 """The module of a script that is running."""
 FORMAT = 3
 """Number of what a free run is: raised when runs of equal settings become others, so that old ones are made anew."""
+_TABLES: Mapping[str, Table] = {
+    "optimiser": optimisers.OPTIMISERS,
+    "direction": optimisers.DIRECTIONS,
+    "rule": optimisers.RULES,
+    "inputs": optimisers.INPUTS,
+    "optimisee": optimisees.OPTIMISEES,
+    **dict.fromkeys(("cell", "encoder", "decoder"), cells.CELLS),
+}
+"""Option → the table that its choice is from."""
 
 
 def problem_facts(choice: Choice | Optimisee, optimisee: Optimisee) -> dict[str, Any]:
@@ -64,6 +77,25 @@ def run_facts(problem: dict[str, Any], optimiser: Optimiser | Baseline) -> dict[
     }
 
 
+def run_defaults(problem: Choice | Optimisee, optimiser: Optimiser | Baseline | Choice) -> dict[str, str]:
+    """The defaults that runs depend on: option → value, of all that the two choices leave out, at any depth.
+
+    They are no part of `run_facts`, so that earlier runs stay those of their key when an option is added. A run is
+    stored with them beside it, which tells it from runs of the same choice under another default.
+
+    Args:
+        problem: Choice of the problem, or the problem itself, which leaves nothing out.
+        optimiser: A learned rule, a baseline, or a choice.
+    """
+    if isinstance(optimiser, Baseline):
+        found = _defaults("optimiser", "optimiser", optimiser.optimiser)
+        found.pop("optimiser.lr", None)  # it has rates of its own
+    else:
+        choice = optimiser.description if isinstance(optimiser, Optimiser) else optimiser
+        found = _defaults("optimiser", "optimiser", choice)
+    return found | _defaults("optimisee", "optimisee", problem)
+
+
 def package_of(baseline: Baseline) -> str | None:
     """The package of an optimiser that is named as "module:Class"; None for one of ours."""
     module, colon, _ = _name(baseline.optimiser).partition(":")
@@ -91,6 +123,36 @@ def weights_of(choice: Choice) -> dict[str, str]:
     if isinstance(choice, str) or "weights" not in choice:
         return {}
     return {"weights": hashlib.sha256(files.find(choice["weights"]).read_bytes()).hexdigest()}
+
+
+def _defaults(place: str, option: str, choice: Any) -> dict[str, str]:
+    """`run_defaults` of one choice: nothing for what is none, and for one that is from no table of ours.
+
+    Args:
+        place: Options on the way to the choice.
+        option: Option that it is the value of.
+        choice: Choice.
+    """
+    options = {"name": choice} if isinstance(choice, str) else choice
+    if not isinstance(options, Mapping):
+        return {}
+    entry = _TABLES[option].get(str(options.get("name")))
+    if entry is None:
+        return {}
+    left_out = {
+        name: parameter.default
+        for name, parameter in inspect.signature(entry).parameters.items()
+        if name not in options and isinstance(parameter.default, int | float | str | tuple | list | None)
+    }
+    found = {f"{place}.{name}": repr(value) for name, value in left_out.items()}
+    # A part that is a default itself has defaults as well.
+    for name, value in {**left_out, **options}.items():
+        if name in _TABLES:
+            listed = isinstance(value, list | tuple)
+            parts = {f"{name}.{k}": part for k, part in enumerate(value)} if listed else {name: value}
+            for key, part in parts.items():
+                found |= _defaults(f"{place}.{key}", name, part)
+    return found
 
 
 def _modules(choice: Any) -> list[str]:

@@ -140,6 +140,7 @@ def loss_curves(
     """Draws training and test loss against the step from 0 on, log axes, the mean over seeds for each optimiser.
 
     From `style.BANDED_SEEDS` seeds on there is the band of its 95 % interval; with fewer, each run is a thin line.
+    A cross ends a line behind which a run is not finite: a diverged optimiser does not look like one that was stopped.
     Where a mean is below 0 the axis of losses is linear.
 
     Where a curve rises to twice the loss before the first step, as in test mode while batch norm's running statistics
@@ -170,6 +171,8 @@ def loss_curves(
         axes[0][0].set_ylabel("mean loss per sample")
         handles, labels = axes[0][0].get_legend_handles_labels()
         told = bands_of(max(band.seeds for band in bands.values()))
+        if any(_ends(band).size for band in bands.values()):
+            told += f";{' ' if len(splits) > 1 else chr(10)}cross: a run is no longer finite"  # one panel is narrow
         # About twelve letters to an inch; an entry's line takes the room of eight.
         across = max(1, 62 * len(splits) // max((len(label) + 8 for label in labels), default=1))
         # Without this a long legend would take its room from the panels.
@@ -236,6 +239,10 @@ def _panel(
     limits, negative = _limits(bands.values()) if spiky else None, _negative(bands.values())
     for index, ((name, _), band) in enumerate(ordered):
         line = lines[name]
+        ends = _ends(band)
+        if ends.size:  # of the whole band: each gap of the cut one would have a cross
+            steps, mean = band.steps[ends], band.mean[ends]
+            panel.plot(steps, mean, "x", color=line.colour, markersize=9, markeredgewidth=2)
         band = _cut(band, pieces[name])
         steps, mean, (low, high) = band.steps, band.mean, band.interval
         if band.seeds >= BANDED_SEEDS:
@@ -314,6 +321,12 @@ def _cut(band: Band, breaks: Sequence[int]) -> Band:
     after = [int(np.searchsorted(band.steps, step, side="right")) for step in breaks]
     steps, losses = (np.insert(part.astype(float), after, np.nan, axis=0) for part in band)
     return Band(steps, losses)
+
+
+def _ends(band: Band) -> np.ndarray:
+    """The places of the means that are finite while the next one is not."""
+    finite = np.isfinite(band.mean)
+    return np.flatnonzero(finite[:-1] & ~finite[1:])
 
 
 def _half_width(values: np.ndarray) -> float:

@@ -40,9 +40,10 @@ def backend(cell: Cell, x: Tensor, lengths: Tensor | None = None) -> tuple[str, 
 
     On a CPU "by-hand"; on a GPU "torch" for an LSTM without lengths (cuDNN's kernel), otherwise "graph"; neither of the
     two has a second derivative, and neither has been timed. "loop" under `torch.func`, `vmap`, forward-mode
-    differentiation and `torch.compile`, for cells without a hand-derived pass, with hooks or with parametrizations
-    (pruning, spectral norm), on the meta device, and for mixed precisions outside autocast. Whether a second derivative
-    is wanted is known during the backward pass only: "by-hand" then runs the loop again, on autograd's tape.
+    differentiation, `torch.compile` and `torch.jit.trace`, for cells without a hand-derived pass, with hooks or with
+    parametrizations (pruning, spectral norm), on the meta device, and for mixed precisions outside autocast. Whether a
+    second derivative is wanted is known during the backward pass only: "by-hand" then runs the loop again, on
+    autograd's tape.
 
     Args:
         cell: Cell to run.
@@ -59,6 +60,8 @@ def backend(cell: Cell, x: Tensor, lengths: Tensor | None = None) -> tuple[str, 
         return "loop", "forward-mode differentiation is at work"
     if torch.compiler.is_compiling():
         return "loop", "torch.compile is tracing"
+    if torch._C._is_tracing():
+        return "loop", "torch.jit.trace is at work"
     if not x.numel():
         return "loop", "there are no steps"
     if x.is_meta:

@@ -125,6 +125,9 @@ class Stack(nn.Module):
         Args:
             x: Inputs of that call.
             generator: Source of the random numbers; None takes PyTorch's global one.
+
+        Raises:
+            UserError: For a weight to drop that has become a function of others, such as a weight-normed one.
         """
         if isinstance(x, PackedSequence):
             x = unpack(x)[0]
@@ -170,8 +173,10 @@ class Stack(nn.Module):
             outputs = []
             for k, direction in enumerate(layer):
                 weights = m.masked(direction, f"{i}.{k}.", masks)
-                # Replaced for this call alone, so that the parameters stay unmasked.
-                output, final = functional_call(direction, weights, (x, next(states), alive))
+                given = x, next(states), alive
+                # Replaced for this call alone, so that the parameters stay unmasked. `torch.jit.trace` refuses a
+                # replacement, even one of nothing.
+                output, final = functional_call(direction, weights, given) if weights else direction(*given)
                 outputs.append(output)
                 finals.append(final)
             x = torch.cat([o.movedim(1, -1) for o in outputs], -1).movedim(-1, 1) if len(outputs) > 1 else outputs[0]
@@ -182,6 +187,10 @@ class Stack(nn.Module):
     def _draw(self, x: Tensor, generator: torch.Generator | None) -> m.Masks:
         shares = self.dropped | {f"dropout.{i}": self.dropout for i in range(len(self.layers) - 1) if self.dropout}
         shapes = self._mask_shapes(x)
+        if absent := [name for name in shares if name not in shapes]:
+            expected, remedy = f"a parameter {absent[0]}", "leave that weight as it is, or out of weight_drop"
+            found = "a weight computed from others, as by weight norm or pruning"
+            raise UserError("weight_drop", expected=expected, found=found, remedy=remedy)
         return {name: m.draw(shapes[name], share, x, generator) for name, share in shares.items()}
 
     def _mask_shapes(self, x: Tensor) -> dict[str, Sequence[int]]:

@@ -16,6 +16,8 @@ from optimisees.labelling.labelled import Classes, Labelled, Scores, Sequences
 
 UNKNOWN = "<unk>"
 """Stands for every token that is not in the vocabulary."""
+DOCUMENT = "-DOCSTART-"
+"""The token of a line between documents, as CoNLL-2003 has them."""
 _LABEL = re.compile(r"O|[BI]-\S+")
 
 
@@ -68,7 +70,7 @@ def read(path: str | Path, columns: int | None = None) -> list[list[Row]]:
     """The sentences of a file; columns stand apart by blanks or tabs, the first is the token, the last its label.
 
     A label is O, or B- (the first token of an entity) or I- (a later one) and the entity's type. An I- after anything
-    else begins an entity, as seqeval takes it.
+    else begins an entity, as seqeval takes it. A line whose token is `DOCUMENT` is left out, with a blank behind it.
 
     Args:
         path: Path of the file, in UTF-8.
@@ -79,8 +81,14 @@ def read(path: str | Path, columns: int | None = None) -> list[list[Row]]:
             another number of columns, another kind of label, or a blank line where a sentence should stand.
     """
     sentences: list[list[Row]] = [[]]
+    begun = False
     for number, line in enumerate(_text(Path(path).expanduser()).rstrip(" \t\n").split("\n"), 1):
         parts = re.split(r"[ \t]+", line.strip(" \t"))
+        behind, begun = begun, parts[0] == DOCUMENT
+        if begun or (behind and parts == [""]):
+            if sentences[-1]:  # without a blank line before it
+                sentences.append([])
+            continue
         if parts == [""]:
             if not sentences[-1]:
                 found, remedy = "an empty one", "leave one blank line between sentences"
@@ -95,7 +103,11 @@ def read(path: str | Path, columns: int | None = None) -> list[list[Row]]:
             found, remedy = parts[-1], "write O, or B- or I- and the type"
             raise UserError(f"{path}:{number}", expected="a BIO label", found=found, remedy=remedy)
         sentences[-1].append(Row(number, columns, parts[0], parts[-1]))
-    return sentences
+    filled = [sentence for sentence in sentences if sentence]  # the last is empty behind a document without any
+    if not filled:
+        remedy = "give another file"
+        raise UserError(str(path), expected="tokens and labels", found=f"nothing but {DOCUMENT}", remedy=remedy)
+    return filled
 
 
 def by_entity(labels: Sequence[str], true: Classes, found: Classes) -> Scores:

@@ -72,7 +72,11 @@ class _File(NamedTuple):
 def _listed(folder: Path) -> list[_File]:
     """The images of the class folders in `folder`, by class and name; without any, its own as one class."""
     places = sorted(entry.name for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
-    files = [file for place in places if not place.startswith(".") for file in _within(folder, place)]
+    found = {place: _within(folder, place) for place in places if not place.startswith(".")}
+    files = [file for own in found.values() for file in own]
+    if files and (without := [place for place, own in found.items() if not own]):
+        said = "%s: no classes, as no image lies in them directly (of those that end in %s): %s"
+        _log.warning(said, folder, ", ".join(_ENDINGS), ", ".join(without))
     if not files and folder.is_dir():
         files = _within(folder, ".")
     if not files:

@@ -27,7 +27,8 @@ def load(
         dataset: "cifar10" (ROOT/cifar10/{train,test}/<class>/*, or torchvision's ROOT/cifar-10-batches-py/), "mnist"
             (ROOT/MNIST/raw/), "svhn" (ROOT/svhn/{train,test}_32x32.mat), "photographs" (which needs no files), or the
             path of a folder: train/ and test/ with a folder for each class, or the class folders themselves. Labels
-            follow the classes' names in order. Images that lie in no class folder are one class.
+            follow the classes' names in order. Images that lie in no class folder are one class; a folder without any
+            among others is no class, which is logged.
         size: Height and width of what comes out. Images of a folder are cut to a square about the middle and scaled;
             those of a named set are made smaller, each new pixel the mean of the area that it covers. None leaves the
             images as they are; those of a folder must then be of one size.

@@ -56,12 +56,13 @@ class Vocabulary(NamedTuple):
         return torch.tensor([places[token] for token in tokens], dtype=torch.int64)
 
     def prompt(self, text: str) -> Tensor:
-        """The places of what a text begins with, its last line still open.
+        """The places of what a text begins with, its last line still open unless it ends in `<eos>` itself.
 
         Raises:
             UserError: For what `encode` refuses.
         """
-        return self.encode(split(f"{text}\n", self.unit)[:-1], "prompt")
+        last, tokens = _tokens(text.rpartition("\n")[2], self.unit), split(f"{text}\n", self.unit)
+        return self.encode(tokens if last[-1:] == [EOS] else tokens[:-1], "prompt")
 
     def decode(self, places: Sequence[int]) -> str:
         """The text of these places, a new line for every `<eos>`."""
@@ -98,9 +99,12 @@ class Corpus(NamedTuple):
 
 
 def split(text: str, unit: Unit) -> list[str]:
-    """The tokens of a text: its words, or its characters, and `<eos>` at the end of every line."""
-    lines = text.removesuffix("\n").split("\n") if text else []
-    return [token for line in lines for token in (*(line.split() if unit == "word" else line), EOS)]
+    """The tokens of a text: its words, or its characters, and `<eos>` at the end of every line.
+
+    Some files have it written out: as a line's last word it is that end, not a word before it.
+    """
+    lines = [_tokens(line, unit) for line in text.removesuffix("\n").split("\n")] if text else []
+    return [token for line in lines for token in (line if line[-1:] == [EOS] else [*line, EOS])]
 
 
 def files(train: str, valid: str, test: str, unit: Unit = "word") -> Corpus:
@@ -180,6 +184,11 @@ def corpus(choice: Choice) -> Corpus:
     """The corpus of a choice: a name in `CORPORA`, or a mapping of name and options."""
     found: Corpus = registry.build(CORPORA, "data", choice)
     return found
+
+
+def _tokens(line: str, unit: Unit) -> list[str]:
+    """The tokens that a line is written with."""
+    return line.split() if unit == "word" else list(line)
 
 
 def _read(path: Path, unit: Unit) -> str:

@@ -119,6 +119,19 @@ def test_runs_are_shared_with_a_wider_benchmark(tmp_path, made):
     assert len(made) == 5
 
 
+def test_another_default_makes_the_runs_of_its_optimiser_anew(tmp_path, made, monkeypatch):
+    l2lopt.benchmark("smoke", tmp_path / "one", changes=CHANGES, steps=8)
+    whole, plain = len(made), benchmark_jobs.run_facts.run_defaults
+
+    def changed(problem, entrant):
+        found = plain(problem, entrant)
+        return found | {name: "0.1" for name in found if name == "optimiser.direction.eps"}
+
+    monkeypatch.setattr(benchmark_jobs.run_facts, "run_defaults", changed)
+    l2lopt.benchmark("smoke", tmp_path / "two", changes=CHANGES, steps=8)
+    assert len(made) == whole + 2  # normalised-muon, on two tasks
+
+
 def test_a_stop_loses_one_group_of_runs(tmp_path, made, monkeypatch):
     plain = free_runs.run_free
 

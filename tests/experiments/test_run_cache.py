@@ -1,10 +1,12 @@
 """The store of free runs: what was made once is read again, what differs is not mistaken for it."""
 
 import importlib
+import inspect
 import json
 import math
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,8 +20,9 @@ from l2lopt.evaluation.free_runs import Curves
 from l2lopt.evaluation.settings import Baseline, EvaluationSettings
 from l2lopt.evaluation.tuned_runs import OptimiserRun, Problems, TunedRun, optimiser_run
 from l2lopt.experiments import from_python, run_facts
-from l2lopt.experiments.run_cache import FileCache, file_digest, read_run, write_run
+from l2lopt.experiments.run_cache import FileCache, contestant_caches, file_digest, read_run, write_run
 
+ROOT = Path(__file__).parents[2]
 CURVES = Curves(
     [0, 3],
     {"train": torch.tensor([[1.5, 2.0], [math.nan, math.inf]]), "test": torch.tensor([[0.1, 0.2], [0.3, 0.4]])},
@@ -131,6 +134,105 @@ def test_runs_of_an_installed_class_depend_on_its_release(monkeypatch):
     assert facts("numpy.somewhere:Optimiser") == foreign | {"version of numpy": "0.0.1"} != foreign
     assert facts("adam") == ours
     run_facts._versions.cache_clear()
+
+
+def with_defaults(entry, **defaults):
+    """An entry of a table with other defaults, or further options."""
+    signature = inspect.signature(entry)
+    known = {name: p.replace(default=defaults.get(name, p.default)) for name, p in signature.parameters.items()}
+    added = [name for name in defaults if name not in known]
+    known |= {name: inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name]) for name in added}
+
+    def made(**options):
+        return entry(**options)
+
+    made.__signature__ = signature.replace(parameters=[*known.values()])
+    return made
+
+
+ADAM = {"name": "adam", "eps": 1e-6}
+CHANGED = [
+    (ADAM, "OPTIMISERS", "adam", {"betas": (0.5, 0.9)}, True),
+    (ADAM, "OPTIMISERS", "adam", {"eps": 0.1}, False),  # which is given
+    (ADAM, "OPTIMISERS", "adam", {"later": 1}, False),
+    (ADAM, "OPTIMISERS", "sgd", {"later": 1}, False),
+    (ADAM, "OPTIMISEES", "quadratic", {"noise": 0.5}, True),
+    (ADAM, "OPTIMISEES", "quadratic", {"size": 12}, False),
+    ({"name": "scheduled", "optimiser": ADAM}, "OPTIMISERS", "adam", {"betas": (0.5, 0.9)}, True),
+    ({"name": "scheduled", "optimiser": "adam"}, "OPTIMISERS", "adam", {"eps": 0.1}, True),
+    ("normalised-muon", "DIRECTIONS", "orthogonalised", {"eps": 0.1}, True),
+    ("normalised-muon", "OPTIMISERS", "normalised-muon", {"lr": 0.1}, False),  # its rates are given
+    ("torch.optim:RMSprop", "OPTIMISERS", "adam", {"eps": 0.1}, False),
+]
+
+
+@pytest.mark.parametrize(("choice", "table", "name", "defaults", "anew"), CHANGED)
+def test_runs_depend_on_the_defaults_that_were_in_use(tmp_path, monkeypatch, choice, table, name, defaults, anew):
+    """And on no other: an option that is added later leaves what is stored as it is."""
+    calls, make = counted()
+    problem, baseline = {"name": "quadratic", "size": 3}, Baseline(optimiser=choice, rates=[0.1], label="row")
+
+    def run():
+        caches = contestant_caches(tmp_path, problem, optimisees.build(problem), [baseline])
+        return caches["row"]({"seeds": [1]}, make)
+
+    run()
+    run()
+    assert len(calls) == 1
+    entries = optimisees.OPTIMISEES if table == "OPTIMISEES" else getattr(optimisers, table)
+    monkeypatch.setitem(entries, name, with_defaults(entries[name], **defaults))
+    run()
+    run()
+    assert len(calls) == 1 + anew
+
+
+def test_rules_depend_on_their_defaults_in_every_part():
+    inputs = [{"name": "rnnprop", "eps": 1e-6}, "log-step"]
+    rule = optimisers.make("coordinatewise", cell={"name": "stacked", "cell": "gru"}, inputs=inputs)
+    found = run_facts.run_defaults(optimisees.make("quadratic"), rule)
+    part = {option: value for option, value in found.items() if option.startswith(("optimiser.cell", "optimiser.in"))}
+    gru = {"update": "'new'", "reset": "'before'", "biases": "'one'", "gate_bias": "False", "activation": "'tanh'"}
+    expected = {"layers": "2", **{f"cell.{option}": value for option, value in gru.items()}}
+    assert part == {
+        "optimiser.inputs.0.betas": "(0.9, 0.99)",
+        "optimiser.inputs.1.scale": "7.0",
+        **{f"optimiser.cell.{option}": value for option, value in expected.items()},
+    }
+    assert found["optimiser.rule"] == "'direction-and-magnitude'"
+    assert found["optimiser.rule.horizon"] == "50.0"
+    assert run_facts.run_defaults("a_module:problem", {"weights": "lstm"}) == {}
+    rule.description = None
+    assert run_facts.run_defaults(optimisees.make("quadratic"), rule) == {}
+
+
+def test_runs_without_a_word_on_defaults_stay(tmp_path):
+    """Those of earlier releases."""
+    calls, make = counted()
+    FileCache(tmp_path, {})({"seeds": [1]}, make)
+    FileCache(tmp_path, {}, {"optimiser.eps": "0.1"})({"seeds": [1]}, make)
+    assert len(calls) == 1
+    losses = {split: {0: CURVES.first} for split in CURVES.losses}
+    run, path = OptimiserRun("learned", losses, CURVES.first, 0.5), tmp_path / "run.json"
+    write_run(path, {}, run)
+    assert read_run(path, {}, {"optimiser.eps": "0.1"})
+    write_run(path, {}, run, {"optimiser.eps": "0.1"})
+    assert read_run(path, {}, {"optimiser.eps": "0.1", "optimiser.later": "1"})
+    assert read_run(path, {}, {"optimiser.eps": "0.2"}) is None
+
+
+def test_the_runs_of_figure_3_are_found():
+    """With all defaults of today: none of their files says any."""
+    folder = ROOT / "runs" / "reference" / "fig3-width16" / "runs"
+    found = 0
+    for path in sorted(folder.glob("*.json"))[:40]:
+        work = json.loads(json.loads(path.read_text())["work"])
+        if "optimiser" in work:
+            baseline = Baseline(optimiser=work["optimiser"], rates=[0.1], schedule=work["schedule"])
+            beside = run_facts.run_defaults(work["optimisee"], baseline)
+            group = {name: work.pop(name) for name in ("rates", "seeds", "splits", "record", "length", "fit")}
+            assert {"optimisee.blocks", "optimisee.heldout"} < beside.keys()
+            found += bool(FileCache(folder, work, beside).read(group).steps)
+    assert found
 
 
 MODULE = """

@@ -223,6 +223,25 @@ def test_a_run_of_another_release_of_a_package_is_made_anew(tmp_path, monkeypatc
     assert len(calls) == 1  # the baseline; the rules are of this library
 
 
+def test_a_run_under_another_default_is_made_anew(tmp_path, monkeypatch):
+    """From the rows to the groups that they are made of."""
+    source = written(tmp_path, SECOND)
+    comparison_study.reproduce(source, tmp_path / "run", cache=tmp_path / "cache")
+    calls, plain = interrupted(monkeypatch, comparison_jobs, "write_run", 99), comparison_jobs.run_defaults
+
+    def changed(problem, optimiser):
+        found = plain(problem, optimiser)
+        return found | {name: "0.1" for name in found if name == "optimiser.eps"}
+
+    monkeypatch.setattr(comparison_jobs, "run_defaults", changed)
+    groups = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()}
+    comparison_study.reproduce(source, tmp_path / "run", cache=tmp_path / "cache")
+    assert len(calls) == 1  # Adam
+    written_anew = [path for path, time in groups.items() if path.stat().st_mtime_ns != time]
+    assert 0 < len(written_anew) < len(groups)
+    assert all('"optimiser.eps": "0.1"' in path.read_text() for path in written_anew)
+
+
 def test_a_meta_seed_that_diverged_is_in_the_bracket():
     def run(*ends):
         losses = {0: torch.full((2,), 2.3), 5: torch.tensor(ends)}

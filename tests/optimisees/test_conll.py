@@ -73,6 +73,26 @@ def test_what_was_written_is_read(tmp_path_factory, written, between, newline, e
     assert {row.columns for sentence in found for row in sentence} == {2 + third}
 
 
+START = "-DOCSTART- -X- O\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{START}\na x O\nb x O\n\n{START}\nc x O\n",
+        f"{START}a x O\nb x O\n{START}c x O\n",  # without blank lines
+        f"-DOCSTART-\n\n{START}\na x O\nb x O\n\nc x O\n\n{START}\n",  # documents without sentences
+    ],
+)
+def test_the_starts_of_documents_are_no_sentences(tmp_path, text):
+    path = tmp_path / "a.conll"
+    path.write_text(text)
+    found = conll.read(path)
+    assert [[row.token for row in sentence] for sentence in found] == [["a", "b"], ["c"]]
+    lines = text.splitlines()
+    assert all(lines[row.line - 1].startswith(row.token) for sentence in found for row in sentence)
+
+
 @pytest.mark.parametrize(
     ("part", "content", "message"),
     [
@@ -87,6 +107,8 @@ def test_what_was_written_is_read(tmp_path_factory, written, between, newline, e
         ("train", "\na x O\n", "train.conll:1: expected a sentence, found an empty one"),
         ("train", "", "train.conll: expected tokens and labels, found an empty file"),
         ("test", " \n\n", "test.conll: expected tokens and labels, found an empty file"),
+        ("test", START, "test.conll: expected tokens and labels, found nothing but -DOCSTART-"),
+        ("train", f"{START}\n\na x O\n", "train.conll:3: expected a sentence, found an empty one"),
         ("valid", b"a x O\n\xff x O\n", "valid.conll:2: expected text in UTF-8, found byte 0xff; convert the file"),
     ],
 )

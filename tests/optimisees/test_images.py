@@ -415,6 +415,19 @@ def test_a_folder_without_images_beside_loose_ones_does_not_count(folder, tmp_pa
         mlp(dataset=str(tmp_path / "loose"))
 
 
+def test_a_class_folder_without_images_is_told(folder, caplog):
+    """Its images may be of another kind, or a folder deeper."""
+    (folder / "train" / "ape").mkdir()
+    (folder / "train" / "ape" / "0.gif").write_bytes(b"")
+    (folder / "train" / "bat" / "more").mkdir(parents=True)
+    (folder / "train" / ".git").mkdir()
+    shutil.copy(folder / "train" / "ant" / "0.png", folder / "train" / "bat" / "more")
+    assert images.load(str(folder)).train_targets.unique().tolist() == [0, 1, 2]
+    (told,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
+    assert told.startswith(f"{folder / 'train'}: no classes, as no image lies in them directly")
+    assert told.endswith("(of those that end in .bmp, .jpeg, .jpg, .png, .ppm, .tif, .tiff, .webp): ape, bat")
+
+
 def test_a_cache_that_cannot_be_written_costs_nothing_but_time(folder, monkeypatch):
     def full(*args, **options):
         raise SafetensorError("no space left on device")

@@ -35,6 +35,16 @@ def test_characters_and_line_ends(tmp_path):
     assert [text.tolist() for text in found[1:]] == [[0, 1, 2, 3, 4, 2], [1, 2, 2], [0, 2]]
 
 
+def test_a_line_whose_end_is_written_out_has_one_end(tmp_path):
+    written_out = {"train": b" a b <eos> \n b c <eos>\n", "valid": b"c d <eos>", "test": b"a a <eos>\n"}
+    assert files(**written(tmp_path, **written_out)).digest() == files(**written(tmp_path)).digest()
+    assert split("<eos> a\n<eos>\na<eos>", "word") == [EOS, "a", EOS, EOS, "a<eos>", EOS]
+    assert split("<eos>\n", "character") == [*"<eos>", EOS]
+    vocabulary = Vocabulary.of(["a b"], "word")
+    prompts = {"a <eos>": [0, 2], "a <eos>\n": [0, 2], "a <eos>\nb": [0, 2, 1], "<eos>": [2], "": []}
+    assert {prompt: vocabulary.prompt(prompt).tolist() for prompt in prompts} == prompts
+
+
 def test_ptb_is_found_by_the_environment(tmp_path, monkeypatch):
     (tmp_path / "ptb").mkdir()
     for name in ("train", "valid", "test"):
@@ -54,7 +64,8 @@ def test_ptb_is_found_by_the_environment(tmp_path, monkeypatch):
 def test_every_line_is_closed_and_nothing_is_lost(unit, text):
     tokens = split(text, unit)
     lines = text.removesuffix("\n").split("\n") if text else []
-    assert tokens.count(EOS) == len(lines) + (0 if unit == "character" else text.split().count(EOS))
+    inside = [line.split()[:-1].count(EOS) for line in lines]
+    assert tokens.count(EOS) == len(lines) + (0 if unit == "character" else sum(inside))
     if unit == "character":
         assert "".join("\n" if token == EOS else token for token in tokens) == "".join(f"{line}\n" for line in lines)
     else:

@@ -69,6 +69,33 @@ def test_both_figures_are_drawn_even_of_runs_that_diverged(tmp_path, splits):
     assert "<svg" in paths[1].read_text()[:1000]
 
 
+@pytest.mark.parametrize("splits", [("train",), ("train", "test")])
+def test_a_cross_ends_the_line_of_a_diverged_optimiser(tmp_path, monkeypatch, splits):
+    """One seed in five is enough, as its mean is none; the gaps of a baseline's line have no cross."""
+    rows = [
+        f"{name},baseline,{seed},{step},{split},{np.nan if seed == diverged and step > 10 else 1 / (1 + step)}\n"
+        for name, diverged in (("adam", None), ("sgd", 3))
+        for split in splits
+        for seed in range(5)
+        for step in (0, 1, 10, 20, 100)
+    ]
+    seen = []
+    monkeypatch.setattr(figures, "write_figure", lambda figure, folder, name: seen.append(figure) or [])
+    figures.loss_curves(figures.read(written(tmp_path, HEADER + "".join(rows))), tmp_path, breaks=[1, 100])
+    for panel in seen[0].axes:
+        (cross,) = (line for line in panel.get_lines() if line.get_marker() == "x")
+        assert (cross.get_xdata().tolist(), cross.get_ydata().tolist()) == ([10], [pytest.approx(1 / 11)])
+        colours = {line.get_label(): line.get_color() for line in panel.get_lines()}
+        assert cross.get_color() == colours["SGD"]
+    (legend,) = seen[0].legends
+    assert [text.get_text() for text in legend.get_texts()] == ["Adam", "SGD"]
+    assert legend.get_title().get_text().endswith("cross: a run is no longer finite")
+    seen[0].canvas.draw()
+    within = seen[0].bbox
+    assert within.x0 <= legend.get_window_extent().x0 < legend.get_window_extent().x1 <= within.x1
+    figures.plt.close(seen[0])
+
+
 def test_a_baselines_line_is_cut_after_each_horizon():
     band = figures.Band(np.array([0, 1, 10, 20, 100]), np.array([[0], [1], [10], [20], [100]]))
     cut = figures._cut(band, [10, 100])

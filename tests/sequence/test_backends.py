@@ -4,6 +4,7 @@ import laws
 import pytest
 import torch
 from implementations import normal
+from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
@@ -47,3 +48,32 @@ def test_checkpointing_gives_the_same_gradient(name):
 
 def test_the_meta_device_takes_the_loop():
     assert sequence.make("lstm", 4, 3).to("meta")(torch.empty(5, 2, 4, device="meta"))[0].shape == (5, 2, 3)
+
+
+class Output(nn.Module):
+    """The output alone, which a tracer can return."""
+
+    def __init__(self, stack):
+        super().__init__()
+        self.stack = stack
+
+    def forward(self, x):
+        return self.stack(x)[0]
+
+
+# PyTorch's own words: that tracing is deprecated, and that the checks of shapes are not among what it records.
+@pytest.mark.filterwarnings("ignore:`torch.jit", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("name", ["lstm", "gru", "sru", "t-lstm"])
+def test_a_traced_stack_equals_itself(name):
+    both_ways = name in ("lstm", "gru")
+    stack = Output(sequence.make(name, 4, 4, num_layers=2, bidirectional=both_ways).double()).eval()
+    traced = torch.jit.trace(stack, normal(5, 2, 4))
+    x = normal(5, 2, 4, seed=1)
+    outputs = traced(x), stack(x)
+    laws.assert_close(*outputs)
+    gradients = [
+        torch.autograd.grad(output.square().sum(), [*run.parameters()])
+        for output, run in zip(outputs, (traced, stack), strict=True)
+    ]
+    for one, other in zip(*gradients, strict=True):
+        laws.assert_close(one, other)

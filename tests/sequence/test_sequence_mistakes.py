@@ -4,6 +4,7 @@ import pytest
 import torch
 from implementations import normal
 from stacks import GRU, Delayed, Elman, M, N, grid
+from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from l2lopt import cells, sequence
@@ -99,3 +100,14 @@ def test_builds(case):
 def test_a_weight_of_some_cells_is_known():
     stack = sequence.Stack([[Elman(N, M)], [GRU(M, M)]], weight_drop={"bias": 0.5, "weight_h": 0.25})
     assert stack.dropped == {"0.0.bias": 0.5, "0.0.weight_h": 0.25, "1.0.weight_h": 0.25}
+
+
+def test_a_dropped_weight_that_is_computed_from_others_is_refused():
+    """As its mask would have nothing to multiply; nothing is drawn in evaluation."""
+    stack = grid(LSTM, 2, weight_drop={"weight_h": 0.5})
+    weight_norm(stack.layers[1][0].cell, "weight_h")
+    with pytest.raises(
+        UserError, match=r"weight_drop: expected a parameter 1\.0\.weight_h, found a weight computed from"
+    ):
+        stack(X)
+    assert stack.eval()(X)[0].isfinite().all()
