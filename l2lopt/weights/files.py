@@ -220,7 +220,8 @@ def _differing(optimiser: Optimiser) -> list[str]:
         f"{name}.{key}" if name else key
         for name, _, options in (_parts(optimiser) if described else ())
         for key, value in options.items()
-        if described.get(name, {}).get(key) != value
+        # What a rule notes while it works, such as the size that `init` was told, is no option.
+        if name not in described or described[name].get(key, value) != value
     ]
 
 
