@@ -194,8 +194,8 @@ def is_old(mark: Any) -> bool:
 
 
 def _numbers(optimiser: Optimiser) -> dict[str, Tensor]:
-    """φ and the buffers."""
-    return {**optimiser.phi(), **dict(optimiser.named_buffers())}
+    """φ, the buffers and the parameters that a rule's own `phi` leaves out, which are not trained and count as well."""
+    return {**dict(optimiser.named_parameters()), **optimiser.phi(), **dict(optimiser.named_buffers())}
 
 
 def _is_as_described(optimiser: Optimiser) -> bool:

@@ -120,6 +120,27 @@ def test_what_a_rule_notes_while_it_works_is_no_option(path):
         files.save(rule, path)
 
 
+class Frozen(optimisers.SGD):
+    """Has a parameter beside φ that is not trained, and another one in every instance."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        self.fixed = torch.nn.Parameter(torch.rand(2), requires_grad=False)
+        self.trained = torch.nn.Parameter(torch.rand(2))
+
+    def phi(self):
+        return {name: value for name, value in self.named_parameters() if value.requires_grad}
+
+
+def test_parameters_that_phi_leaves_out_come_back(path):
+    rule = optimisers.make(f"{__name__}:Frozen")
+    files.save(rule, path)
+    loaded = files.load(path, trusted=True)
+    assert torch.equal(loaded.fixed, rule.fixed)
+    assert torch.equal(loaded.trained, rule.trained)
+    assert files.digest(loaded) == files.digest(rule) != files.digest(optimisers.make(f"{__name__}:Frozen"))
+
+
 def test_a_digest_sees_what_a_rule_does():
     """Options changed by hand and buffers count; where a rule's parts lie in memory does not."""
     one = optimisers.make("sgd", lr=1.0)
