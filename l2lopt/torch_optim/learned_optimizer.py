@@ -291,6 +291,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
         else:
             rule = files.load(weights)
         check_rate(rule)
+        optimisers.check_update(rule)
         rule_id = files.digest(rule)
         self._rules.setdefault(rule_id, rule.requires_grad_(False))
         return rule_id
