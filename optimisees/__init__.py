@@ -14,6 +14,7 @@ from optimisees.classifiers.logistic_regression import logistic_regression
 from optimisees.classifiers.mlp import mlp
 from optimisees.classifiers.resnet import resnet
 from optimisees.classifiers.vit import vit
+from optimisees.contract import check_optimisee
 from optimisees.data.datasets import InMemory, digits
 from optimisees.draw.model import Draw
 from optimisees.labelling.sequence_labelling import SequenceLabelling
@@ -98,12 +99,14 @@ def build(choice: Choice, **extra: Any) -> Optimisee:
         extra: Options that the choice must leave to the caller, such as the device.
 
     Raises:
-        UserError: For a mistake in the choice, and for a function that gives something else.
+        UserError: For a mistake in the choice, for a function that gives something else, and for an optimisee of a
+            module's own that breaks the contract.
     """
     optimisee = registry.build(OPTIMISEES, "optimisee", choice, **extra)
     if not isinstance(optimisee, Optimisee):
         found, remedy = type(optimisee).__name__, "derive it from l2lopt.optimisee.Optimisee"
         raise UserError(f"optimisee {_name(choice)!r}", expected="an Optimisee", found=found, remedy=remedy)
+    check_optimisee(optimisee)
     return optimisee
 
 
@@ -138,6 +141,7 @@ __all__ = [
     "augmented",
     "autoencoder",
     "build",
+    "check_optimisee",
     "class_of",
     "convnet",
     "digits",

@@ -223,11 +223,16 @@ def explain(where: str, error: ValidationError, known: Mapping[str, Any], data: 
         return UserError(place, expected="a value", found="none", remedy="add the key")
     # A value that may be of several types has a finding for each of them.
     expected = dict.fromkeys(_expectation(other["msg"]) for other in findings if _keys(other["loc"], data) == path)
-    remedy = "change the value"
-    if callable(found := first["input"]) and hasattr(found, "__qualname__"):
-        module = "mymodule" if found.__module__ == "__main__" else found.__module__
-        remedy = f"put it into a module and name it {f'{module}:{found.__qualname__}'!r}"
+    found, remedy = first["input"], by_name(first["input"]) or "change the value"
     return UserError(place, expected=" or ".join(expected), found=repr(found), remedy=remedy)
+
+
+def by_name(value: Any) -> str | None:
+    """A remedy for a class or function where a config has its name; None for anything else."""
+    if not (callable(value) and hasattr(value, "__qualname__")):
+        return None
+    module = "mymodule" if value.__module__ == "__main__" else value.__module__
+    return f"put it into a module and name it {f'{module}:{value.__qualname__}'!r}"
 
 
 def _keys(location: tuple[int | str, ...], data: Any) -> list[str]:

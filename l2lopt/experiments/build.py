@@ -199,9 +199,11 @@ def _learned(choice: Choice, seed: int) -> Optimiser:
         UserError: For an unknown name or option, weights that cannot be loaded, or an optimiser without any.
     """
     if (made := _trained_rule(choice)) is None:
-        return optimisers.build(choice, optimisers.LEARNED, seed=seed)
+        made, remedy = optimisers.build(choice, optimisers.LEARNED, seed=seed), "make them of nn.Parameter"
+    else:
+        remedy = "give the file of a learned optimiser"
     if not made.phi():
-        found, remedy = "an optimiser without any", "give the file of a learned optimiser"
+        found = "an optimiser without any"
         raise UserError("optimiser", expected="meta-parameters", found=found, remedy=remedy)
     return made
 

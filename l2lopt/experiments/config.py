@@ -159,7 +159,8 @@ def load(
         kind: Class of the config: `Config` or `TrainConfig`.
 
     Raises:
-        UserError: For a missing file, one that is not TOML, an unknown key or a value of the wrong type.
+        UserError: For a missing file, one that is not TOML, an unknown key or a value of the wrong type, also among the
+            options of a choice: None, or an object.
     """
     where, data = _read(source)
     if isinstance(changes, str):
@@ -168,9 +169,23 @@ def load(
         _change(data, change, kind)
     toml_file.check(where, data)
     try:
-        return kind.model_validate(data)
+        made = kind.model_validate(data)
     except ValidationError as error:
         raise registry.explain(where, error, kind.model_fields, data) from None
+    _check_plain(where, made.model_dump(exclude_none=True))
+    return made
+
+
+def _check_plain(where: str, value: Any, path: str = "") -> None:
+    """Refuses options of a choice that a run could not write into its own config."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for key, item in inside:
+        _check_plain(where, item, f"{path}.{key}" if path else str(key))
+    if not isinstance(value, str | int | float | dict | list | tuple):  # bool is an int
+        found = "None" if value is None else f"a {type(value).__name__}"
+        plain = "write a text, a number, a list or a table"
+        remedy = "leave the key out" if value is None else registry.by_name(value) or plain
+        raise UserError(f"{where}: {path}", expected="a plain value", found=found, remedy=remedy)
 
 
 def dump(config: Settings) -> str:

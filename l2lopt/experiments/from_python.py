@@ -90,13 +90,14 @@ def listed(given: Any) -> tuple[Optimisee, ...]:
     """The optimisees of an argument that may be one, several or None.
 
     Raises:
-        UserError: For anything else.
+        UserError: For anything else, and for an optimisee that breaks the contract.
     """
     found = () if given is None else tuple(given) if isinstance(given, list | tuple) else (given,)
     for optimisee in found:
         if not isinstance(optimisee, Optimisee):
             kind, remedy = f"a {type(optimisee).__name__}", "make one with l2lopt.make_optimisee"
             raise UserError("optimisee", expected="an Optimisee", found=kind, remedy=remedy)
+        optimisees.check_optimisee(optimisee)
     if given is not None and not found:
         raise UserError("optimisee", expected="at least one", found="none", remedy="give one")
     return found

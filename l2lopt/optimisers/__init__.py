@@ -3,6 +3,9 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
 from l2lopt.core import registry
 from l2lopt.core.registry import Choice
 from l2lopt.optimisers.base import Optimiser
@@ -16,6 +19,7 @@ from l2lopt.optimisers.muon import Muon
 from l2lopt.optimisers.normalised_adam import NormalisedAdam
 from l2lopt.optimisers.normalised_muon import NormalisedMuon
 from l2lopt.optimisers.rates import Rate
+from l2lopt.optimisers.rule_check import check_rule, check_update
 from l2lopt.optimisers.rules import RULES, UpdateRule
 from l2lopt.optimisers.schedules import Schedule, Scheduled
 from l2lopt.optimisers.small_fc import SmallFC
@@ -73,10 +77,22 @@ def make(name: str, **options: Any) -> Optimiser:
 
 
 def build(choice: Choice, table: Mapping[str, Callable[..., Optimiser]] = OPTIMISERS, **extra: Any) -> Optimiser:
-    """The optimiser of a choice (a name, or a mapping of name and options) from a table, knowing its description."""
+    """The optimiser of a choice (a name, or a mapping of name and options) from a table, knowing its description.
+
+    Args:
+        choice: Name, or mapping with the key `name`.
+        table: Name → class or function.
+        extra: Options that the choice must leave to the caller, such as a seed.
+
+    Raises:
+        UserError: For a mistake in the choice, and for a rule of a module's own that breaks the contract.
+    """
     made = registry.build(table, "optimiser", choice, **extra)
     optimiser: Optimiser = registry.checked_kind("optimiser", choice, made, Optimiser)
     optimiser.description = ({"name": choice} if isinstance(choice, str) else dict(choice)) | extra
+    # With a rate for each of several runs it takes that number of rows alone; it is tried with a single rate before.
+    if not any(isinstance(value, Tensor) and value.dim() for value in pytree.tree_leaves(optimiser.description)):
+        check_rule(optimiser)
     return optimiser
 
 
@@ -108,6 +124,7 @@ __all__ = [
     "UpdateRule",
     "adam",
     "build",
+    "check_update",
     "coordinatewise",
     "hierarchical",
     "make",

@@ -19,7 +19,8 @@ def rule_of(weights: Any) -> Optimiser:
         weights: Name, file, choice or optimiser.
 
     Raises:
-        UserError: Something else, a rule without the rate that it needs, or a file that cannot be read.
+        UserError: Something else, a rule without the rate that it needs, a file that cannot be read, or a rule of a
+            module's own that breaks the contract.
     """
     if not isinstance(weights, Optimiser | Mapping | str | Path):
         expected = "a name, a file, a choice or an optimiser"
@@ -37,6 +38,7 @@ def rule_of(weights: Any) -> Optimiser:
     else:
         rule = files.load(weights)
     check_rate(rule)
+    optimisers.check_update(rule)
     return rule
 
 

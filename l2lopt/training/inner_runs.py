@@ -198,6 +198,11 @@ class InnerRuns:
         count = min(self.settings.truncation or run.length, run.length - position.done)
         steps = inner_steps(run.optimisee, self.settings.targets, run.seed, position.done, count, run.length)
         found = self.estimator(self.update, run.loss, self.optimiser.phi(), run.carry, steps, run.estimator_state)
+        kept = (run.carry, run.estimator_state), (found.carry, found.state)
+        if pytree.tree_structure(kept[0]) != pytree.tree_structure(kept[1]):  # a checkpoint has them by their places
+            expected, remedy = "names and order of init", "return the same names in the same order"
+            where = "meta-training: aux and optimiser state"
+            raise UserError(where, expected=expected, found="others after an update", remedy=remedy)
         update_size = (found.carry.params - run.carry.params).square().mean().sqrt() / count
         ended = not found.finite or position.done + count == run.length
         if not ended:

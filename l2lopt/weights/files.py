@@ -25,6 +25,7 @@ from l2lopt.core.layout import Layout
 from l2lopt.core.memory import watched
 from l2lopt.core.registry import Choice
 from l2lopt.optimisers import Optimiser
+from l2lopt.optimisers.rule_check import options, written
 from l2lopt.storage import tensor_file
 from l2lopt.storage.run_log import existing
 
@@ -35,7 +36,6 @@ DIGEST = 2
 _FIELDS = {"version": int, "release": str, "optimiser": dict, "training": dict}
 """Fields of the header, and the types of their values."""
 _AGAIN = "meta-train again, or get the file again"
-_ASIDE = ("training", "description")
 _Part: TypeAlias = tuple[str, type, dict[str, str]]
 """A part of an optimiser: its name, its class and its options."""
 HOME = Path(__file__).with_name("pretrained")
@@ -179,7 +179,7 @@ def digest(optimiser: Optimiser) -> str:
     changes with an attribute that comes or goes, so what has to last is built by `optimisers.make`.
     """
     what = _canonical(optimiser.description) if _is_as_described(optimiser) else _by_hand(optimiser)
-    found = hashlib.sha256(json.dumps(what, sort_keys=True, default=_written).encode())
+    found = hashlib.sha256(json.dumps(what, sort_keys=True, default=written).encode())
     # Sorted, so that the order of registration does not count.
     for name, value in sorted(_numbers(optimiser).items()):
         # With precision and shape: the same bytes may stand for other numbers.
@@ -194,8 +194,8 @@ def is_old(mark: Any) -> bool:
 
 
 def _numbers(optimiser: Optimiser) -> dict[str, Tensor]:
-    """φ and the buffers."""
-    return {**optimiser.phi(), **dict(optimiser.named_buffers())}
+    """φ, the buffers and the parameters that a rule's own `phi` leaves out, which are not trained and count as well."""
+    return {**dict(optimiser.named_parameters()), **optimiser.phi(), **dict(optimiser.named_buffers())}
 
 
 def _is_as_described(optimiser: Optimiser) -> bool:
@@ -220,13 +220,14 @@ def _differing(optimiser: Optimiser) -> list[str]:
         f"{name}.{key}" if name else key
         for name, _, options in (_parts(optimiser) if described else ())
         for key, value in options.items()
-        if described.get(name, {}).get(key) != value
+        # What a rule notes while it works, such as the size that `init` was told, is no option.
+        if name not in described or described[name].get(key, value) != value
     ]
 
 
 def _parts(optimiser: Optimiser) -> list[_Part]:
     """Every part with its options; the same for optimisers that differ in φ only."""
-    return [(name, type(part), _options(part)) for name, part in optimiser.named_modules()]
+    return [(name, type(part), options(part)) for name, part in optimiser.named_modules()]
 
 
 def _canonical(choice: Any) -> Any:
@@ -242,25 +243,13 @@ def _by_hand(optimiser: Optimiser) -> Any:
     tables: list[Mapping[str, Any]] = [optimisers.OPTIMISERS, optimisers.INPUTS, optimisers.RULES]
     tables += [optimisers.DIRECTIONS, cells.CELLS, cells.CORES]
     names = {entry: name for table in tables for name, entry in table.items() if isinstance(entry, type)}
-    parts = [(names.get(type(part)) or _class(part), list(_options(part).values())) for part in optimiser.modules()]
+    parts = [(names.get(type(part)) or _class(part), list(options(part).values())) for part in optimiser.modules()]
     return [sorted(state.coordinates), sorted(state.shared), parts]
 
 
 def _class(part: nn.Module) -> str | None:
     """The name of a class that is not ours to rename."""
     return None if type(part).__module__.startswith("l2lopt.") else type(part).__qualname__
-
-
-def _options(part: nn.Module) -> dict[str, str]:
-    own = vars(part).items()
-    return {key: _written(value) for key, value in own if not key.startswith("_") and key not in _ASIDE}
-
-
-def _written(value: Any) -> str:
-    """The same in every process: without addresses, and a tensor with all its numbers."""
-    if isinstance(value, Tensor):
-        return f"{value.dtype} {value.tolist()}"
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 def _build(path: Path, choice: Choice, tensors: Mapping[str, Tensor], trusted: bool) -> Optimiser:

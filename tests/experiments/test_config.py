@@ -1,9 +1,13 @@
 """Configs: typed, documented, and every mistake told in one line."""
 
+import datetime
+import math
+import re
 import tomllib
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -203,6 +207,33 @@ def test_a_change_begins_at_the_default_or_at_the_task_that_is_named():
     assert nested.unroll.estimator == {"name": UnrollSettings().estimator, "block": 8}
     assert nested.optimiser == {"name": "coordinatewise", "hidden_size": 3}
     assert configs.load({"optimisee": "quadratic"}, ["meta.imitation.runs=3"]).meta.imitation.runs == 3
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"foreach": None}, "foreach: expected a plain value, found None; leave the key out"),
+        ({"lr": torch.tensor(0.1)}, "lr: expected a plain value, found a Tensor; write a text, a number"),
+        ({"betas": [0.9, None]}, "betas.1: expected a plain value, found None; leave"),
+        ({"names": {"a"}}, "names: expected a plain value, found a set; write"),
+        ({"rate": {"from": datetime.date(2020, 1, 1)}}, "rate.from: expected a plain value, found a date; write"),
+        (
+            {"shape": math.cos},
+            "shape: expected a plain value, found a builtin_function_or_method; put it into a module",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_an_object_among_the_options_is_refused(option, message):
+    """A run could not write it into its config, and would have its folder by then."""
+    settings = {"optimisee": "quadratic", "optimiser": {"name": "torch.optim.Adam", "lr": 0.1, **option}}
+    with pytest.raises(UserError, match=re.escape(f"config: optimiser.{message}")):
+        configs.load(settings, kind=TrainConfig)
+
+
+def test_a_tuple_and_a_field_that_is_none_are_taken():
+    settings = {"optimisee": "quadratic", "label": None, "optimiser": {"name": "torch.optim.Adam", "betas": (0.8, 0.9)}}
+    assert "betas = [" in configs.dump(configs.load(settings, kind=TrainConfig)).replace("\n", "")
 
 
 def test_numbers_of_numpy_that_are_pythons_are_taken():

@@ -245,6 +245,15 @@ def test_meta_training_wants_weights(tmp_path):
     choice = {"weights": str(tmp_path / "harness.safetensors")}
     with pytest.raises(UserError, match="expected meta-parameters, found an optimiser without any"):
         build.build(configs.load({"optimisee": "quadratic", "optimiser": choice}))
+    with pytest.raises(UserError, match=r"expected meta-parameters, .*; make them of nn\.Parameter"):
+        build.build(configs.load({"optimisee": "quadratic", "optimiser": f"{__name__}:Plain"}))
+
+
+class Plain(optimisers.SGD):
+    """Has options, but no parameters of its own."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(0.1)
 
 
 def test_an_earlier_run_is_not_overwritten_unasked(run):

@@ -5,9 +5,11 @@ import pytest
 import torch
 from implementations import OPTIMISEES, OPTIMISERS
 
+from l2lopt.core.errors import UserError
 from l2lopt.estimators import Backprop
 from l2lopt.training.inner_runs import InnerRuns
 from l2lopt.training.settings import UnrollSettings
+from optimisees import Quadratic
 
 
 class Watched(Backprop):
@@ -32,3 +34,22 @@ def test_meta_gradient_and_meta_loss_are_divided_by_the_steps(truncation):
         assert any(value.abs().max() > 0 for value in summary.gradient.values())
         assert torch.isfinite(summary.update_size)
     assert summary.ended
+
+
+class Exchanging(Quadratic):
+    """Has two numbers beside its loss, which change places at every step; a checkpoint knows them by their places."""
+
+    def init(self, seed):
+        return super().init(seed)[0], {"a": torch.zeros(()), "b": torch.ones(())}
+
+    def loss(self, params, aux, batch):
+        return super().loss(params, {}, batch)[0], {"b": aux["b"], "a": aux["a"]}
+
+
+@pytest.mark.parametrize("truncation", [4, None])
+def test_names_in_another_order_are_refused(truncation):
+    settings = UnrollSettings(length=6, truncation=truncation)
+    problem = Exchanging(4, "float64")
+    runs = InnerRuns(OPTIMISERS["coordinatewise additive"](), [problem], Backprop(), settings, 1, seed=0)
+    with pytest.raises(UserError, match="expected names and order of init, found others after an update; return the"):
+        runs.unroll(1)

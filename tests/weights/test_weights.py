@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 import l2lopt
 from l2lopt import optimisers
 from l2lopt.core.errors import UserError
+from l2lopt.core.layout import Layout
 from l2lopt.weights import files
 
 
@@ -93,6 +94,51 @@ def test_an_optimiser_without_description_is_refused(path):
     with pytest.raises(UserError, match=r"l2lopt\.optimisers\.make"):
         files.save(optimisers.coordinatewise(), path)
     assert not path.exists()
+
+
+class Noting(optimisers.SGD):
+    """Notes in `init` what it was told."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+
+    def init(self, layout, *arguments, **options):
+        self.size = layout.size
+        return super().init(layout, *arguments, **options)
+
+
+def test_what_a_rule_notes_while_it_works_is_no_option(path):
+    """A meta-training would end in a refusal to write its result."""
+    rule = optimisers.make(f"{__name__}:Noting")
+    rule.init(Layout(("w",), ((3,),)))
+    files.save(rule, path)
+    rule.lr = 0.2
+    with pytest.raises(UserError, match="expected the options of its description, found others: lr;"):
+        files.save(rule, path)
+    rule.lr, rule.part = 0.1, torch.nn.Linear(1, 1)
+    with pytest.raises(UserError, match=r"found others: part\.in_features"):
+        files.save(rule, path)
+
+
+class Frozen(optimisers.SGD):
+    """Has a parameter beside φ that is not trained, and another one in every instance."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        self.fixed = torch.nn.Parameter(torch.rand(2), requires_grad=False)
+        self.trained = torch.nn.Parameter(torch.rand(2))
+
+    def phi(self):
+        return {name: value for name, value in self.named_parameters() if value.requires_grad}
+
+
+def test_parameters_that_phi_leaves_out_come_back(path):
+    rule = optimisers.make(f"{__name__}:Frozen")
+    files.save(rule, path)
+    loaded = files.load(path, trusted=True)
+    assert torch.equal(loaded.fixed, rule.fixed)
+    assert torch.equal(loaded.trained, rule.trained)
+    assert files.digest(loaded) == files.digest(rule) != files.digest(optimisers.make(f"{__name__}:Frozen"))
 
 
 def test_a_digest_sees_what_a_rule_does():
