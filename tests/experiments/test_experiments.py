@@ -338,8 +338,6 @@ def test_files_of_others_are_left_alone(tmp_path, run):
     with pytest.raises(UserError, match="expected a new or empty folder, found files that no run has left"):
         l2lopt.meta_train(RECIPE, own, changes=SMALL)
     assert (own / "config.toml").read_text() == "mine"
-    with pytest.raises(UserError, match="choose another --run, or pass --resume if a run was killed here"):
-        l2lopt.meta_train(RECIPE, own, changes=SMALL, overwrite=True)
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)
     (copy / "figures" / "paper.png").write_text("mine")
