@@ -4,6 +4,7 @@ import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from l2lopt.optimisee import Optimisee
 from l2lopt.parallel import processes
 from l2lopt.storage import toml_file
 from l2lopt.storage.run_lock import locked
+from l2lopt.storage.run_log import clear_unfinished
 
 _log = logging.getLogger("l2lopt")
 SMALLEST = "smoke"
@@ -106,6 +108,8 @@ def benchmark(
             raise UserError("jobs", expected="1 under torchrun", found=str(jobs), remedy="drop --jobs, or torchrun")
         processes.on_first(lambda: held.enter_context(locked(home)))
         processes.on_first(lambda: run_folder.writable(plan.cache, "choose another --cache"))
+        for place in (home, plan.cache):
+            processes.on_first(partial(clear_unfinished, place))
         infos, runs, seconds = benchmark_jobs.make_runs(plan, jobs, report)
         known = benchmark_jobs.environment()
         proper = {one.name: one.proper_name for one in asked.competitors}

@@ -29,7 +29,7 @@ from l2lopt.experiments.training_study import TrainingStudy
 from l2lopt.parallel import processes
 from l2lopt.parallel.jobs import run_jobs, slug
 from l2lopt.storage.run_lock import locked
-from l2lopt.storage.run_log import write_json, write_text
+from l2lopt.storage.run_log import clear_unfinished, write_json, write_text
 from l2lopt.storage.toml_file import read_toml
 
 
@@ -134,6 +134,8 @@ def reproduce(
             processes.on_first(lambda: run_folder.writable(Path(cache), "choose another --cache"))
         lock = locked(Path(folder))
         processes.on_first(lambda: held.enter_context(lock))
+        for home in [folder] if cache is None else [folder, cache]:
+            processes.on_first(partial(clear_unfinished, Path(home)))
         if processes.ranks() == 1:  # several would share out the reading among them, as they do runs
             comparison_jobs.collect_cached(location, planned)
         _forecast(location, planned, jobs)

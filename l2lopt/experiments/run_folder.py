@@ -27,7 +27,7 @@ from l2lopt.report.control_curves import control_curves, read_controls
 from l2lopt.report.validation_curves import read_validations, validation_curves
 from l2lopt.storage import run_lock, tensor_file, toml_file
 from l2lopt.storage.disk_space import not_writable
-from l2lopt.storage.run_log import TEMPORARY, existing, write_json, written_whole
+from l2lopt.storage.run_log import UNFINISHED, existing, write_json, written_whole
 from l2lopt.weights.files import header
 
 CONFIG = "config.toml"
@@ -101,7 +101,7 @@ def _cleared(folder: Path, overwrite: bool, resume: bool, artefacts: Sequence[st
     """A folder that is locked, without the files of an earlier run; see `claimed`."""
     another = "choose another --run"
     try:
-        unfinished = set(folder.glob(TEMPORARY))  # each as large as the file that a killed run was writing
+        unfinished = {path for pattern in UNFINISHED for path in folder.glob(pattern)}
         if not resume and {path for path in folder.iterdir() if path.name != run_lock.NAME} - unfinished:
             expected, events = "a new or empty folder", any(folder.glob("events.out.tfevents.*"))
             if not (config := _is_runs(folder / CONFIG)) or not events:
@@ -118,7 +118,8 @@ def _cleared(folder: Path, overwrite: bool, resume: bool, artefacts: Sequence[st
             # stays until it is replaced: it tells that these are no files of someone else's.
             if (folder / CONFIG).is_file():
                 _remove(folder, artefacts, keep=CONFIG)
-        for path in unfinished:
+        # At once, as no other process works here.
+        for path in unfinished.union(*(folder.glob(f"figures/{pattern}") for pattern in UNFINISHED)):
             path.unlink(missing_ok=True)
     except OSError as error:
         raise not_writable(folder, error, another) from None

@@ -27,7 +27,7 @@ from l2lopt.parallel.threads import cpu_threads
 from l2lopt.report.tables import Cell, Table
 from l2lopt.storage import toml_file
 from l2lopt.storage.run_lock import locked
-from l2lopt.storage.run_log import write_json, write_text
+from l2lopt.storage.run_log import clear_unfinished, write_json, write_text
 
 ROWS = ("runs", "encoders", "labellers")
 """Spellings of the list of runs; a study with one of these keys is a `TrainingStudy`."""
@@ -124,6 +124,7 @@ def reproduce(
     references, rows, beside = _prepared(study, Path(source), Path(folder), changes)
     writable(Path(folder))
     with locked(Path(folder)):
+        clear_unfinished(Path(folder))
         make = partial(_make, references)
         rounds = zip_longest(*(own.values() for own in rows.values()))
         run_jobs(make, [job for one in rounds for job in one if job is not None], jobs, report)

@@ -323,10 +323,16 @@ def test_what_a_kill_has_left_of_a_file_goes(tmp_path, run, again):
     """Each is as large as the file that was being written."""
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)
-    (copy / ".checkpoint-0123456789ab.safetensors").write_text("half")
+    left = [
+        copy / ".checkpoint-0123456789ab.safetensors",
+        copy / ".tmpA1b2C3",
+        copy / "figures" / ".a-0123456789ab.svg",
+    ]
+    for path in left:
+        path.write_text("half")
     (copy / ".mine.txt").write_text("mine")
     with claimed(copy, **again):
-        assert not (copy / ".checkpoint-0123456789ab.safetensors").exists()
+        assert not any(path.exists() for path in left)
         assert (copy / ".mine.txt").exists()
 
 
