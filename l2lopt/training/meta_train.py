@@ -122,6 +122,8 @@ def meta_train(
     with restoring(checkpoint):
         if saved := checkpoint.load():
             loop.load_state_dict(*saved)
+    if loop.update == 0 and processes.rank() == 0:
+        _tell_warm_up(settings)
     if loop.validation_due:  # before the first meta-update, or after a validation that was interrupted
         loop.validate()
         save()
@@ -249,6 +251,14 @@ class _MetaTraining:
             best=facts["best"],
         )
         self.runs.load_state_dict(facts, tensors)
+
+
+def _tell_warm_up(settings: MetaTrainSettings) -> None:
+    """Tells where meta-training ends before the rate is at its highest, as the default of short trials has it."""
+    # No mistake: trials of few updates are made to see that all works.
+    if settings.cma is None and settings.warm_up > settings.updates:
+        said = "the warm-up of %d meta-updates is longer than all %d: the rate only rises, to %.3g and not %.3g"
+        _log.info(said, settings.warm_up, settings.updates, settings.rate_at(settings.updates), settings.rate)
 
 
 def _warn(result: MetaTrained, settings: MetaTrainSettings) -> None:
