@@ -31,3 +31,14 @@ def test_a_result_of_other_weights_in_the_same_file_is_not_read(tmp_path):
     with pytest.raises(UserError, match=r"expected weights = \w+, found weights = \w+; put it back"):
         comparison_study.reproduce(source, tmp_path / "run")
     assert comparison_study.reproduce(source, tmp_path / "again")[0].read_text() != before
+
+
+@pytest.mark.parametrize("change", ["seed=3", "label = other"])
+def test_changes_that_the_study_would_undo_are_refused(tmp_path, change):
+    source = written(tmp_path, "torch.optim.SGD")
+    key, where = change.partition("=")[0].strip(), {"seed=3": "seeds"}.get(change, "the labels")
+    with pytest.raises(UserError, match=f"--set: expected no {key}, which the study gives, .*; change {where} in "):
+        comparison_study.reproduce(source, tmp_path / "run", changes=["train.steps=2", change])
+    with pytest.raises(UserError, match=f"expected no {key}, which the study gives"):
+        comparison_study.reproduce("digits-mlp", tmp_path / "run", changes=[change, "meta.updates=1"])
+    assert not (tmp_path / "run").exists()
