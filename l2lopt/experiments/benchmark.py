@@ -87,6 +87,7 @@ def benchmark(
         >>> result = l2lopt.benchmark("smoke", "runs/smoke", jobs=2)  # five minutes  # doctest: +SKIP
     """
     _check_call(tasks, steps, jobs)
+    benchmark_jobs.forget_problems()
     earlier = None if beside is None else read_result(Path(beside))
     name, asked = load_suite(suite or (SMALLEST if tasks is None else OWN), changes)
     if optimisers is not None:

@@ -118,6 +118,7 @@ def reproduce(
         raise UserError("jobs", expected="at least 1", found=str(jobs), remedy="change the value")
     study, path = load(source), study_path(source)
     _check_changes(study, path, changes)
+    comparison_jobs.forget_problems()
     if isinstance(study, TrainingStudy):
         processes.alone("reproduce")
         if cache is not None:

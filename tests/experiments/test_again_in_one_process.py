@@ -1,6 +1,8 @@
 """Studies and benchmarks made once more, in a folder and a process that have seen others before."""
 
+import csv
 import os
+import sys
 import time
 
 import pytest
@@ -13,6 +15,21 @@ from l2lopt.experiments import comparison_study, run_folder
 
 CHOICE = {"name": "quadratic", "size": 3}
 ADAM = {"optimiser": "adam", "rates": [0.1], "untuned": 0.1}
+
+DATA = """
+from pathlib import Path
+
+import torch
+from torch.nn.functional import mse_loss
+
+from l2lopt.experiments.make_optimisee import make_optimisee
+
+
+def made(device="cpu"):
+    slope = float(Path(__file__).with_name("slope.txt").read_text())
+    inputs = torch.arange(40.0)[:, None] / 40
+    return make_optimisee(lambda: torch.nn.Linear(1, 1), mse_loss, (inputs, slope * inputs), batch_size=8)
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -54,3 +71,26 @@ def test_what_killed_processes_have_left_goes(tmp_path, make):
     make(tmp_path)
     assert not list((tmp_path / "run").rglob(".free-run-*"))
     assert bool(list((tmp_path / "cache").rglob(".0a1b2c3d-*"))) == (make is training_study)
+
+
+def losses(made, folder):
+    """The losses of all optimisers at the end."""
+    if not isinstance(made, list):
+        return [run.losses["test"][2].tolist() for run in made.runs]
+    with (folder / "run" / "own" / "evaluation.csv").open() as file:
+        return [row["loss"] for row in csv.DictReader(file)]
+
+
+@pytest.mark.parametrize("make", [benchmark, study])
+def test_data_that_have_changed_since_are_read_again(tmp_path, monkeypatch, make):
+    (tmp_path / "my_data.py").write_text(DATA)
+    monkeypatch.syspath_prepend(tmp_path)
+    slope, choice = tmp_path / "slope.txt", {"name": "my_data:made"}
+    slope.write_text("1.0")
+    first = losses(make(tmp_path, choice), tmp_path)
+    slope.write_text("9.0")
+    second = losses(make(tmp_path, choice), tmp_path)
+    assert second != first
+    slope.write_text("1.0")
+    assert losses(make(tmp_path, choice), tmp_path) == first
+    sys.modules.pop("my_data")
