@@ -108,13 +108,10 @@ def benchmark(
         if jobs > 1 and processes.ranks() > 1:
             raise UserError("jobs", expected="1 under torchrun", found=str(jobs), remedy="drop --jobs, or torchrun")
         processes.on_first(lambda: held.enter_context(locked(home)))
-        processes.on_first(lambda: run_folder.writable(plan.cache, "choose another --cache"))
-        for place in (home, plan.cache):
-            processes.on_first(partial(clear_unfinished, place))
+        processes.on_first(partial(_prepare, home, plan.cache))
         infos, runs, seconds = benchmark_jobs.make_runs(plan, jobs, report)
-        known = benchmark_jobs.environment()
         proper = {one.name: one.proper_name for one in asked.competitors}
-        facts: dict[str, Any] = {"step_seconds": seconds, "environment": known, "proper": proper}
+        facts: dict[str, Any] = {"step_seconds": seconds, "environment": benchmark_jobs.environment(), "proper": proper}
         result = BenchmarkResult(name, asked.seeds, tuple(infos), tuple(runs), **facts)
         result = result if earlier is None else joined(result, earlier)
         processes.on_first(lambda: _write(result, home))
@@ -133,6 +130,13 @@ def load_suite(source: str | Path, changes: Sequence[str] = ()) -> tuple[str, Su
     """
     path = configs.find(source, "suites", "a suite's file")
     return path.stem, configs.load(path, changes, kind=Suite)
+
+
+def _prepare(home: Path, cache: Path) -> None:
+    """Refuses a cache that cannot be written in, and clears both folders of what killed processes have left."""
+    run_folder.writable(cache, "choose another --cache")
+    for folder in (home, cache):
+        clear_unfinished(folder)
 
 
 def _write(result: BenchmarkResult, folder: Path) -> None:

@@ -26,9 +26,9 @@ from l2lopt.experiments.make_optimisee import make_optimisee
 
 
 def made(device="cpu"):
-    slope = float(Path(__file__).with_name("slope.txt").read_text())
+    factor = float(Path(__file__).with_name("factor.txt").read_text())
     inputs = torch.arange(40.0)[:, None] / 40
-    return make_optimisee(lambda: torch.nn.Linear(1, 1), mse_loss, (inputs, slope * inputs), batch_size=8)
+    return make_optimisee(lambda: torch.nn.Linear(1, 1), mse_loss, (inputs, factor * inputs), batch_size=8)
 """
 
 
@@ -85,12 +85,12 @@ def losses(made, folder):
 def test_data_that_have_changed_since_are_read_again(tmp_path, monkeypatch, make):
     (tmp_path / "my_data.py").write_text(DATA)
     monkeypatch.syspath_prepend(tmp_path)
-    slope, choice = tmp_path / "slope.txt", {"name": "my_data:made"}
-    slope.write_text("1.0")
+    factor, choice = tmp_path / "factor.txt", {"name": "my_data:made"}
+    factor.write_text("1.0")
     first = losses(make(tmp_path, choice), tmp_path)
-    slope.write_text("9.0")
+    factor.write_text("9.0")
     second = losses(make(tmp_path, choice), tmp_path)
     assert second != first
-    slope.write_text("1.0")
+    factor.write_text("1.0")
     assert losses(make(tmp_path, choice), tmp_path) == first
     sys.modules.pop("my_data")
