@@ -4,6 +4,7 @@ import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from l2lopt.optimisee import Optimisee
 from l2lopt.parallel import processes
 from l2lopt.storage import toml_file
 from l2lopt.storage.run_lock import locked
+from l2lopt.storage.run_log import clear_unfinished
 
 _log = logging.getLogger("l2lopt")
 SMALLEST = "smoke"
@@ -85,6 +87,7 @@ def benchmark(
         >>> result = l2lopt.benchmark("smoke", "runs/smoke", jobs=2)  # five minutes  # doctest: +SKIP
     """
     _check_call(tasks, steps, jobs)
+    benchmark_jobs.forget_problems()
     earlier = None if beside is None else read_result(Path(beside))
     name, asked = load_suite(suite or (SMALLEST if tasks is None else OWN), changes)
     if optimisers is not None:
@@ -105,11 +108,10 @@ def benchmark(
         if jobs > 1 and processes.ranks() > 1:
             raise UserError("jobs", expected="1 under torchrun", found=str(jobs), remedy="drop --jobs, or torchrun")
         processes.on_first(lambda: held.enter_context(locked(home)))
-        processes.on_first(lambda: run_folder.writable(plan.cache, "choose another --cache"))
+        processes.on_first(partial(_prepare, home, plan.cache))
         infos, runs, seconds = benchmark_jobs.make_runs(plan, jobs, report)
-        known = benchmark_jobs.environment()
         proper = {one.name: one.proper_name for one in asked.competitors}
-        facts: dict[str, Any] = {"step_seconds": seconds, "environment": known, "proper": proper}
+        facts: dict[str, Any] = {"step_seconds": seconds, "environment": benchmark_jobs.environment(), "proper": proper}
         result = BenchmarkResult(name, asked.seeds, tuple(infos), tuple(runs), **facts)
         result = result if earlier is None else joined(result, earlier)
         processes.on_first(lambda: _write(result, home))
@@ -128,6 +130,13 @@ def load_suite(source: str | Path, changes: Sequence[str] = ()) -> tuple[str, Su
     """
     path = configs.find(source, "suites", "a suite's file")
     return path.stem, configs.load(path, changes, kind=Suite)
+
+
+def _prepare(home: Path, cache: Path) -> None:
+    """Refuses a cache that cannot be written in, and clears both folders of what killed processes have left."""
+    run_folder.writable(cache, "choose another --cache")
+    for folder in (home, cache):
+        clear_unfinished(folder)
 
 
 def _write(result: BenchmarkResult, folder: Path) -> None:

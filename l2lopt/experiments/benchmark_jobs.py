@@ -198,8 +198,13 @@ def optimisee_of(tasks: Sequence[PlannedTask], number: int) -> Optimisee:
 
 @cache
 def _built(choice: str) -> Optimisee:
-    """The problem of a choice as JSON, built once in a process."""
+    """The problem of a choice as JSON, built once in a benchmark; see `forget_problems`."""
     return optimisees.build(json.loads(choice))
+
+
+def forget_problems() -> None:
+    """Has the problems of choices built anew: the data or the code behind a name may have changed since."""
+    _built.cache_clear()
 
 
 def _info(plan: Plan, number: int) -> TaskInfo:

@@ -11,7 +11,7 @@ import torch
 import optimisees
 from l2lopt import estimators, kernels, optimisers
 from l2lopt.core import registry
-from l2lopt.core.errors import UserError
+from l2lopt.core.errors import UserError, within
 from l2lopt.core.registry import Choice
 from l2lopt.core.seeding import seed_of
 from l2lopt.core.types import Report, silent
@@ -22,7 +22,7 @@ from l2lopt.evaluation.torch_classes import TorchClass, is_torch_class, torch_cl
 from l2lopt.experiments import from_python
 from l2lopt.experiments.config import Config, TrainConfig, problem_name
 from l2lopt.experiments.size_check import check_sizes
-from l2lopt.optimisee import Optimisee, common_dtype
+from l2lopt.optimisee import Optimisee, Split, common_dtype
 from l2lopt.optimisers import Optimiser
 from l2lopt.torch_optim.learned_optimizer import LearnedOptimizer
 from l2lopt.torch_optim.registry import TORCH, OptimizerFactory
@@ -99,7 +99,7 @@ def build(config: Config, given: Sequence[Optimisee] = (), *, meta_training: boo
 
     Raises:
         UserError: For an unknown name or option, a device that is not there, optimisees that are not the config's, or
-            sizes without memory for them.
+            sizes without memory for them; for a problem without the samples that a meta-training will ask it for.
     """
     place = device(config.device)
     choices = [config.optimisee, *config.mixed_with]
@@ -121,7 +121,26 @@ def build(config: Config, given: Sequence[Optimisee] = (), *, meta_training: boo
     every = list(dict.fromkeys([problems[0], *trained_on, *validated_on]))
     optimiser = match_dtype(optimiser, every).to(place)
     check_sizes(config, every, optimiser, estimator if meta_training else None)
+    if meta_training:
+        _check_splits(config, trained_on, validated_on)
     return Experiment(config, problems[0], trained_on, validated_on, optimiser, estimator)
+
+
+def _check_splits(config: Config, trained_on: Sequence[Optimisee], validated_on: Sequence[Optimisee]) -> None:
+    """Refuses a problem without samples in a split, which a run would draw or a validation meet after hours of work."""
+    seed = seed_of("validation", config.seed, 0)
+    fits: tuple[Split, ...] = ("inner", "heldout") if config.unroll.targets.holds_out else ("train",)
+    names = [problem_name(choice) for choice in config.problems]
+    for name, problem in zip(numbered(names), trained_on, strict=True):
+        with within(f"meta-training on {name}"):
+            for split in fits:
+                problem.batch(split, seed, 0)
+    split = config.validation.split
+    names = [problem_name(choice) for choice in config.validation.on or config.problems]
+    for name, problem in zip(numbered(names), validated_on, strict=True):
+        with within(f"validation on {name}"):
+            problem.batch("inner" if split == "heldout" else "train", seed, 0)
+            next(iter(problem.evaluation_batches(split, seed)))
 
 
 def _builder(place: torch.device) -> Callable[[Choice], Optimisee]:

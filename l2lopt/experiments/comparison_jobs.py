@@ -328,6 +328,11 @@ def remaining_share(job: ResolvedJob) -> float:
         return 1.0
 
 
+def forget_problems() -> None:
+    """Has what tells problems apart worked out anew: the data or the code behind a name may have changed since."""
+    _problem.cache_clear()
+
+
 @cache
 def _problem(optimisee: str, device: str, _: str | None) -> dict[str, Any]:
     """What tells a problem from others, by its choice as JSON, its device and the root of the data sets."""

@@ -29,7 +29,7 @@ from l2lopt.experiments.training_study import TrainingStudy
 from l2lopt.parallel import processes
 from l2lopt.parallel.jobs import run_jobs, slug
 from l2lopt.storage.run_lock import locked
-from l2lopt.storage.run_log import write_json, write_text
+from l2lopt.storage.run_log import clear_unfinished, write_json, write_text
 from l2lopt.storage.toml_file import read_toml
 
 
@@ -96,7 +96,7 @@ def reproduce(
         source: TOML file of the study, or the name of a shipped study. With the key `runs` (or `encoders` or
             `labellers`) it is a study of trained optimisees, see `training_study`.
         folder: Folder that gets every file.
-        changes: Changes to every config, such as "evaluation.seeds=50".
+        changes: Changes to every config, such as "evaluation.seeds=50"; seeds and labels are the study's.
         cache: Folder of the cached groups of runs, which benchmarks and other studies of optimisers may share: a group
             is found where problem, optimiser, seeds, rates and horizons are equal, and its times are those of when it
             was made. By default each group lies in the study's folder.
@@ -117,6 +117,8 @@ def reproduce(
     if jobs < 1:
         raise UserError("jobs", expected="at least 1", found=str(jobs), remedy="change the value")
     study, path = load(source), study_path(source)
+    _check_changes(study, path, changes)
+    comparison_jobs.forget_problems()
     if isinstance(study, TrainingStudy):
         processes.alone("reproduce")
         if cache is not None:
@@ -134,6 +136,8 @@ def reproduce(
             processes.on_first(lambda: run_folder.writable(Path(cache), "choose another --cache"))
         lock = locked(Path(folder))
         processes.on_first(lambda: held.enter_context(lock))
+        for home in [folder] if cache is None else [folder, cache]:
+            processes.on_first(partial(clear_unfinished, Path(home)))
         if processes.ranks() == 1:  # several would share out the reading among them, as they do runs
             comparison_jobs.collect_cached(location, planned)
         _forecast(location, planned, jobs)
@@ -141,6 +145,15 @@ def reproduce(
             raise UserError("jobs", expected="1 under torchrun", found=str(jobs), remedy="drop --jobs, or torchrun")
         run_jobs(partial(comparison_jobs.make_job, location), planned, jobs, report)
         return processes.on_first(lambda: _summary(location))
+
+
+def _check_changes(study: Study | TrainingStudy, path: Path, changes: Sequence[str]) -> None:
+    """Refuses changes that would have no effect, as the study gives every config its seed and its label."""
+    keys = {"seed": "seeds" if isinstance(study, TrainingStudy) else "meta_seeds", "label": "the labels"}
+    for change in changes:
+        if (key := change.partition("=")[0].strip()) in keys:
+            expected, remedy = f"no {key}, which the study gives", f"change {keys[key]} in {path}"
+            raise UserError("--set", expected=expected, found=repr(change), remedy=remedy)
 
 
 def _check_names(location: StudyLocation) -> None:

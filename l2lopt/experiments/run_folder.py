@@ -25,17 +25,19 @@ from l2lopt.report import figures
 from l2lopt.report.control_curves import NAME as CONTROLS
 from l2lopt.report.control_curves import control_curves, read_controls
 from l2lopt.report.validation_curves import read_validations, validation_curves
-from l2lopt.storage import run_lock, tensor_file
+from l2lopt.storage import run_lock, tensor_file, toml_file
 from l2lopt.storage.disk_space import not_writable
-from l2lopt.storage.run_log import TEMPORARY, existing, write_json, written_whole
+from l2lopt.storage.run_log import UNFINISHED, existing, write_json, written_whole
 from l2lopt.weights.files import header
 
+CONFIG = "config.toml"
+"""File of a run's config, the first that it leaves."""
 CHECKPOINT = "checkpoint.safetensors"
 """File from which a run goes on."""
 _RESULTS = ("optimiser.safetensors", MODEL)
 """Files that a run leaves when it has ended."""
 _FILES = (
-    "config.toml",
+    CONFIG,
     "metrics.jsonl",
     CHECKPOINT,
     "optimiser.safetensors",
@@ -76,13 +78,14 @@ def claimed(run: str | Path, overwrite: bool, resume: bool, artefacts: Sequence[
     Args:
         run: Folder of the run.
         overwrite: Whether an earlier run's files are removed.
-        resume: Whether an earlier run goes on, so that its files stay; a run that has no checkpoint yet begins.
+        resume: Whether an earlier run goes on, so that its files stay; a run that has no checkpoint yet begins, without
+            what there is of an earlier one.
         artefacts: Patterns of further files that such a run leaves, beside those of registered optimisees.
 
     Raises:
         UserError: For a folder in which another process works, a file, a folder that cannot be written in, files that
-            no run has left, an earlier run where neither `overwrite` nor `resume` is given, and a finished run without
-            its checkpoint, which `resume` would begin anew.
+            no run has left, a config of something else included, an earlier run where neither `overwrite` nor `resume`
+            is given, and a finished run without its checkpoint, which `resume` would begin anew.
     """
     if overwrite and resume:
         raise UserError("overwrite", expected="no resume beside it", found="both", remedy="choose one of them")
@@ -98,31 +101,57 @@ def _cleared(folder: Path, overwrite: bool, resume: bool, artefacts: Sequence[st
     """A folder that is locked, without the files of an earlier run; see `claimed`."""
     another = "choose another --run"
     try:
-        unfinished = set(folder.glob(TEMPORARY))  # each as large as the file that a killed run was writing
+        unfinished = {path for pattern in UNFINISHED for path in folder.glob(pattern)}
         if not resume and {path for path in folder.iterdir() if path.name != run_lock.NAME} - unfinished:
             expected, events = "a new or empty folder", any(folder.glob("events.out.tfevents.*"))
-            if not (config := (folder / "config.toml").is_file()) or not events:
-                # A run that was killed at once has left the first alone; but so may someone's own config lie there.
+            if not (config := _is_runs(folder / CONFIG)) or not events:
+                # A run that was killed at once has left the first alone.
                 remedy = f"{another}, or pass --resume if a run was killed here" if config else another
                 raise UserError(str(folder), expected=expected, found="files that no run has left", remedy=remedy)
             if not overwrite:
                 remedy = f"{another}, or pass --resume to go on or --overwrite to replace it"
                 raise UserError(str(folder), expected=expected, found="an earlier run", remedy=remedy)
-            patterns = {*_FILES, *optimisees.artefact_files(), *artefacts}
-            found = list(chain.from_iterable(map(folder.glob, sorted(patterns))))
-            # What tells that a run was here goes last, for whoever is stopped in between.
-            for path in sorted(found, key=lambda path: (path.name == "config.toml", path.name.startswith("events."))):
-                path.unlink(missing_ok=True)
+            _remove(folder, artefacts)
         if resume and not (folder / CHECKPOINT).is_file():
-            finished = next((name for name in _RESULTS if (folder / name).is_file()), None)
-            if finished is not None:
-                remedy = f"put it back, or remove {finished} as well to begin anew"
-                raise UserError(str(folder), expected=CHECKPOINT, found="a finished run without it", remedy=remedy)
-        for path in unfinished:
+            _check_begins(folder, another)
+            # Another run may begin here now, and what was found of the earlier one would pass for its own. The config
+            # stays until it is replaced: it tells that these are no files of someone else's.
+            if (folder / CONFIG).is_file():
+                _remove(folder, artefacts, keep=CONFIG)
+        # At once, as no other process works here.
+        for path in unfinished.union(*(folder.glob(f"figures/{pattern}") for pattern in UNFINISHED)):
             path.unlink(missing_ok=True)
     except OSError as error:
         raise not_writable(folder, error, another) from None
     return writable(folder)
+
+
+def _check_begins(folder: Path, another: str) -> None:
+    """Refuses a folder without a checkpoint in which a run with `resume` would begin on top of something else."""
+    if os.path.lexists(folder / CONFIG) and not _is_runs(folder / CONFIG):
+        found = f"a {CONFIG} of something else"
+        raise UserError(str(folder), expected="a run's folder", found=found, remedy=another)
+    finished = next((name for name in _RESULTS if (folder / name).is_file()), None)
+    if finished is not None:
+        remedy = f"put it back, or remove {finished} as well to begin anew"
+        raise UserError(str(folder), expected=CHECKPOINT, found="a finished run without it", remedy=remedy)
+
+
+def _is_runs(config: Path) -> bool:
+    """Whether a file is a config as every run leaves one, and not one that someone else's program reads."""
+    try:
+        return {"optimisee", "optimiser", "seed"} <= toml_file.read_toml(config, "a run's config", "").keys()
+    except UserError:
+        return False
+
+
+def _remove(folder: Path, artefacts: Sequence[str], keep: str = "") -> None:
+    """Removes the files of a run, but for one by name."""
+    patterns = {*_FILES, *optimisees.artefact_files(), *artefacts} - {keep}
+    found = list(chain.from_iterable(map(folder.glob, sorted(patterns))))
+    # What tells that a run was here goes last, for whoever is stopped in between.
+    for path in sorted(found, key=lambda path: (path.name == CONFIG, path.name.startswith("events."))):
+        path.unlink(missing_ok=True)
 
 
 def writable(folder: Path, remedy: str = "choose another --run") -> Path:
@@ -154,9 +183,9 @@ def saved(folder: Path, what: str) -> tuple[Choice, SavedRun]:
         UserError: For a folder without such a run, or a damaged file.
     """
     remedy = "give a folder in which l2lopt train has trained one to the end"
-    for name in ("config.toml", MODEL):
+    for name in (CONFIG, MODEL):
         existing(folder / name, what, remedy)
-    choice = configs.load(folder / "config.toml", kind=TrainConfig).optimisee
+    choice = configs.load(folder / CONFIG, kind=TrainConfig).optimisee
     _, tensors = tensor_file.read(folder / MODEL, "l2lopt.model", "a model", remedy, _FACTS)
     tensor_file.check_finite(folder / MODEL, tensors, "train again, with a lower rate")
     params = {name.removeprefix("params/"): value for name, value in tensors.items() if name.startswith("params/")}

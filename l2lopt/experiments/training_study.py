@@ -19,7 +19,7 @@ from l2lopt.core.types import Report
 from l2lopt.experiments import build, runs, study_labels
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import TrainConfig
-from l2lopt.experiments.run_facts import code_of, own_facts
+from l2lopt.experiments.run_facts import code_of, own_facts, weights_of
 from l2lopt.experiments.run_folder import writable
 from l2lopt.optimisee import Optimisee
 from l2lopt.parallel.jobs import fingerprint, format_range, load_result, run_jobs, slug, unique_labels
@@ -27,7 +27,7 @@ from l2lopt.parallel.threads import cpu_threads
 from l2lopt.report.tables import Cell, Table
 from l2lopt.storage import toml_file
 from l2lopt.storage.run_lock import locked
-from l2lopt.storage.run_log import write_json, write_text
+from l2lopt.storage.run_log import clear_unfinished, write_json, write_text
 
 ROWS = ("runs", "encoders", "labellers")
 """Spellings of the list of runs; a study with one of these keys is a `TrainingStudy`."""
@@ -124,6 +124,7 @@ def reproduce(
     references, rows, beside = _prepared(study, Path(source), Path(folder), changes)
     writable(Path(folder))
     with locked(Path(folder)):
+        clear_unfinished(Path(folder))
         make = partial(_make, references)
         rounds = zip_longest(*(own.values() for own in rows.values()))
         run_jobs(make, [job for one in rounds for job in one if job is not None], jobs, report)
@@ -222,7 +223,8 @@ def _make(references: References, job: _Job, report: Report) -> Result:
     """Loads the cached result of a job, or computes and stores it."""
     optimisee, path = build.build_training(job.config).optimisee, job.folder / "found.json"
     recipe = job.config.model_dump(mode="json", exclude={"label"})
-    own = own_facts(job.config.optimisee, optimisee) | code_of(job.config.optimiser)
+    chosen = job.config.optimiser
+    own = own_facts(job.config.optimisee, optimisee) | code_of(chosen) | weights_of(chosen)
     problem = {**optimisee.fingerprint(), **own}
     work = fingerprint(recipe=recipe, **references.depends_on(job.kind), **problem)
     known = load_result(path, work)

@@ -5,8 +5,10 @@ import math
 import os
 import secrets
 import stat
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,8 +21,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-TEMPORARY = f".*-{'[0-9a-f]' * 12}.*"
-"""Pattern of the temporary files of `written_whole`, which a killed process leaves."""
+UNFINISHED = (f".*-{'[0-9a-f]' * 12}.*", f".tmp{'[0-9A-Za-z]' * 6}")
+"""Patterns of the files that a killed process leaves, each as large as the file that was being written: those of
+`written_whole`, and those that safetensors itself writes and renames."""
+IDLE = 3600.0
+"""Seconds after which nobody is writing a file any more that nobody has touched."""
 
 
 class Recorder(Protocol):
@@ -132,6 +137,25 @@ def _renamed(path: Path) -> Iterator[Path]:
             raise disk_full(error, path) or refused from None
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def clear_unfinished(folder: Path) -> None:
+    """Removes what killed processes have left of files in a folder and the folders in it, hidden ones aside.
+
+    Others may be writing there at this moment, so only what nobody has touched for an hour goes.
+
+    Args:
+        folder: Folder of a study or a cache.
+    """
+    before = time.time() - IDLE
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in names:
+            if any(fnmatchcase(name, pattern) for pattern in UNFINISHED):
+                # Another process may clear as well, or the folder be one to read only.
+                with suppress(OSError):
+                    if (path := Path(place, name)).lstat().st_mtime < before:
+                        path.unlink()
 
 
 def write_text(path: Path, text: str) -> None:

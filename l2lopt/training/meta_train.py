@@ -185,6 +185,8 @@ class _MetaTraining:
 
     def step(self) -> dict[str, float]:
         """The next meta-update; gives its figures."""
+        if self.update == 0:
+            _tell_warm_up(self.settings)
         self.update += 1
         made = self.meta_optimiser.step(self.update)
         self.result.inner_steps += made.inner_steps
@@ -249,6 +251,14 @@ class _MetaTraining:
             best=facts["best"],
         )
         self.runs.load_state_dict(facts, tensors)
+
+
+def _tell_warm_up(settings: MetaTrainSettings) -> None:
+    """Tells where meta-training ends before the rate is at its highest, as the default of short trials has it."""
+    # No mistake: trials of few updates are made to see that all works.
+    if settings.cma is None and settings.warm_up > settings.updates and processes.rank() == 0:
+        said = "the warm-up of %d meta-updates is longer than all %d: the rate only rises, to %.3g and not %.3g"
+        _log.info(said, settings.warm_up, settings.updates, settings.rate_at(settings.updates), settings.rate)
 
 
 def _warn(result: MetaTrained, settings: MetaTrainSettings) -> None:

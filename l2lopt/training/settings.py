@@ -136,7 +136,8 @@ class MetaTrainSettings(Settings):
     rate: PositiveFloat = 5e-3
     """Adam's highest rate."""
     warm_up: NonNegativeInt = 10
-    """The number of meta-updates over which the rate rises linearly to its highest."""
+    """The number of meta-updates over which the rate rises linearly to its highest. Longer than `updates`: the rate
+    only rises, to updates / warm_up of the highest."""
     schedule: Schedule = "cosine"
     """The shape in which the rate then falls to `final`, which it would have one meta-update after the last."""
     final: Annotated[float, Field(ge=0, le=1)] = 0.0

@@ -392,7 +392,6 @@ def test_other_data_under_the_same_name_is_noticed(tmp_path, monkeypatch):
     comparison_study.reproduce(source, tmp_path / "run")
     assert (calls, table(tmp_path / "run")) == ([], first)
     monkeypatch.setattr("optimisees.classifiers.sources.digits", written_digits)
-    comparison_jobs._problem.cache_clear()
     comparison_study.reproduce(source, tmp_path / "run")
     assert calls
     assert table(tmp_path / "run") != first

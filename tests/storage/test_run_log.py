@@ -2,13 +2,15 @@
 
 import json
 import math
+import os
+import time
 from contextlib import closing
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from l2lopt.core.errors import UserError
-from l2lopt.storage.run_log import Records, existing, write_json, write_text, written_whole
+from l2lopt.storage.run_log import Records, clear_unfinished, existing, write_json, write_text, written_whole
 
 
 def test_figures_reach_the_lines_and_tensorboard(tmp_path):
@@ -37,6 +39,23 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
         interrupted()
     assert path.read_text() == "first"
     assert [entry.name for entry in path.parent.iterdir()] == ["file.txt"]
+
+
+def test_what_killed_processes_have_left_is_cleared_once_nobody_can_be_writing_it(tmp_path):
+    names = [".free-run-0123456789ab.json", ".tmpA1b2C3", "free-run.json", ".mine.txt", ".tmpA1b2C3d", ".tmp"]
+    for folder in (tmp_path, tmp_path / "a" / "b", tmp_path / ".hidden"):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            (folder / name).write_text("half")
+            os.utime(folder / name, (time.time() - 4000,) * 2)
+    young = tmp_path / "a" / ".free-run-ba9876543210.json"
+    young.write_text("half")
+    clear_unfinished(tmp_path)
+    assert {path.name for path in tmp_path.iterdir() if path.is_file()} == set(names[2:])
+    assert {path.name for path in (tmp_path / "a" / "b").iterdir()} == set(names[2:])
+    assert {path.name for path in (tmp_path / ".hidden").iterdir()} == set(names)
+    assert young.exists()
+    clear_unfinished(tmp_path / "absent")
 
 
 def test_json_holds_no_bare_nan(tmp_path):

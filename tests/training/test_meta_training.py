@@ -428,6 +428,14 @@ def test_the_meta_rate_follows_its_schedule(quadratic, shape):
     assert rates == pytest.approx([0.01 * oracles.warm_up_then(shape, step, 2, 8, 0.1) for step in range(8)])
 
 
+@pytest.mark.parametrize(("changes", "count"), [({"warm_up": 8}, 1), ({"warm_up": 6}, 0), ({"updates": 8}, 0)])
+def test_a_warm_up_that_never_ends_is_told_once(quadratic, caplog, changes, count):
+    caplog.set_level("INFO", "l2lopt")
+    train(LearnedRate(1e-3), quadratic, rate=0.01, **{"warm_up": 8, "updates": 6} | changes)
+    assert caplog.text.count("warm-up of 8 meta-updates is longer than all 6") == count
+    assert caplog.text.count("the rate only rises, to 0.0075 and not 0.01") == count
+
+
 def test_an_exponential_schedule_needs_an_end_above_0():
     with pytest.raises(ValidationError, match="final above 0"):
         MetaTrainSettings(schedule="exponential")
