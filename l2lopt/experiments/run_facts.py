@@ -7,6 +7,8 @@ import ast
 import hashlib
 import importlib.util
 import inspect
+import linecache
+import logging
 import sys
 from collections.abc import Mapping
 from functools import cache
@@ -24,8 +26,9 @@ from l2lopt.optimisers import Optimiser
 from l2lopt.parallel.jobs import fingerprint
 from l2lopt.weights import files
 
+_log = logging.getLogger("l2lopt")
 MAIN = "__main__"
-"""The module of a script that is running."""
+"""The module of a script or notebook that is running."""
 FORMAT = 3
 """Number of what a free run is: raised when runs of equal settings become others, so that old ones are made anew."""
 _TABLES: Mapping[str, Table] = {
@@ -173,11 +176,13 @@ def _versions(package: str) -> dict[str, str]:
 
 def _source(package: str) -> dict[str, str]:
     """The digest of the files of a package or module of one's own, and of the modules beside it that it imports."""
-    first = _file_of(package)
-    if first is None or {"site-packages", "dist-packages"} & {*first.parts}:
+    first = _place_of(package)
+    if first is None:
+        return {f"source of {package}": _definitions()} if package == MAIN else {}
+    if {"site-packages", "dist-packages"} & {*first.parts}:
         return {}
-    home, files = first.parent.parent if first.name == "__init__.py" else first.parent, dict[Path, bytes]()
-    waiting = [first.parent if first.name == "__init__.py" else first]
+    home, files = first.parent, dict[Path, bytes]()
+    waiting = [first]
     while waiting:
         place = waiting.pop()
         for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
@@ -187,7 +192,8 @@ def _source(package: str) -> dict[str, str]:
                     beside
                     for name in _imported(files[path])
                     for beside in (home / name, home / f"{name}.py")
-                    if (beside / "__init__.py").is_file() or beside.is_file()
+                    # A folder beside may have a package's name alone: a checkout, or a place for its data.
+                    if (beside / "__init__.py").is_file() or beside.is_file() or _is_plain_folder(name, beside)
                 ]
     digest = hashlib.blake2b(digest_size=16)
     for path, content in sorted(files.items()):
@@ -195,14 +201,73 @@ def _source(package: str) -> dict[str, str]:
     return {f"source of {package}": digest.hexdigest()}
 
 
-def _file_of(package: str) -> Path | None:
-    """The file of a package or module; None where there is none."""
+def _place_of(package: str) -> Path | None:
+    """The file of a module, or the folder of a package, whether it has an `__init__.py` or not; None where neither is.
+
+    Of a package without one that lies in several folders, the first.
+    """
     if package == MAIN:  # which has no spec where it is a script
-        origin = getattr(sys.modules[MAIN], "__file__", None)
+        origin, folders = getattr(sys.modules[MAIN], "__file__", None), list[str]()
     else:
         found = importlib.util.find_spec(package)
         origin = None if found is None else found.origin
-    return Path(origin).absolute() if origin is not None and Path(origin).is_file() else None
+        folders = list(found.submodule_search_locations or ()) if found is not None and origin is None else []
+    if folders:
+        return Path(folders[0]).absolute()
+    if origin is None or not Path(origin).is_file():
+        return None
+    path = Path(origin).absolute()
+    return path.parent if path.name == "__init__.py" else path
+
+
+def _is_plain_folder(name: str, folder: Path) -> bool:
+    """Whether a name is imported from this folder, which has no `__init__.py`."""
+    try:
+        return folder.is_dir() and name != MAIN and _place_of(name) == folder
+    except ValueError:  # a module that was made by hand and has no spec
+        return False
+
+
+def _definitions() -> str:
+    """The digest of the classes and functions of `__main__` where it is no script, such as in a notebook.
+
+    A name is said in the log where there is no source of it.
+    """
+    own = {
+        name: value
+        for name, value in sorted(vars(sys.modules[MAIN]).items())
+        if (inspect.isclass(value) or inspect.isfunction(value)) and value.__module__ == MAIN
+    }
+    texts = {name: _definition(value) for name, value in own.items()}
+    if lost := tuple(name for name, text in texts.items() if text is None):
+        _tell_lost(lost)
+    return hashlib.blake2b(repr(texts).encode(), digest_size=16).hexdigest()
+
+
+def _definition(made: Any) -> str | None:
+    """The source of a class or function, without its comments; None where there is none.
+
+    `inspect.getsource` looks for a class in the file of its module, which a notebook has not: but each of the class's
+    methods knows its cell.
+    """
+    for function in [made] if inspect.isfunction(made) else filter(inspect.isfunction, vars(made).values()):
+        text = "".join(linecache.getlines(inspect.unwrap(function).__code__.co_filename))
+        try:
+            nodes = list(ast.walk(ast.parse(text)))
+        except (SyntaxError, ValueError):
+            nodes = []
+        kinds = ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+        found = [ast.unparse(node) for node in nodes if isinstance(node, kinds) and node.name == made.__name__]
+        if found or text:
+            return "\n".join(found) or text  # of a lambda the cell
+    return None
+
+
+@cache
+def _tell_lost(names: tuple[str, ...]) -> None:
+    """Says once whose changes are not noticed."""
+    said = "there is no source of %s, so runs with it are not told apart when it changes: put it into a module"
+    _log.warning(said, ", ".join(names))
 
 
 def _imported(source: bytes) -> set[str]:

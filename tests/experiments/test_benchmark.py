@@ -270,8 +270,6 @@ def test_a_script_may_name_its_own_class(tmp_path, monkeypatch):
         assert l2lopt.benchmark(tasks=QUADRATIC, folder=tmp_path / "run", steps=2, **given).runs
         keys.append({path.name for path in (tmp_path / "cache").glob("*.json")})
     assert keys[0] < keys[1]
-    del main.__file__  # as at a prompt
-    assert benchmark_jobs.run_facts.code_of("__main__:Mine") == {}
 
 
 def test_half_precision_is_refused_before_any_run(tmp_path):
