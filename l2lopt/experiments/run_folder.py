@@ -140,7 +140,7 @@ def _check_begins(folder: Path, another: str) -> None:
 def _is_runs(config: Path) -> bool:
     """Whether a file is a config as every run leaves one, and not one that someone else's program reads."""
     try:
-        return {"optimisee", "optimiser", "seed"} <= toml_file.read_toml(config, "a run's config", "").keys()
+        return {"optimisee", "optimiser"} <= toml_file.read_toml(config, "a run's config", "").keys()
     except UserError:
         return False
 
