@@ -123,6 +123,16 @@ def test_differences_of_figure_3_are_those_of_its_losses(line, pair, split):
         assert difference(*pair, split) in (ROOT / "docs/claims.md").read_text(encoding="utf-8")
 
 
+def test_the_validations_of_both_meta_seeds_are_those_that_were_made():
+    found = {}
+    for row in csv.DictReader(read("fig3-width16/meta-training.csv").splitlines()):
+        found.setdefault((row["meta_seed"], row["cell"]), []).append(float(row["score"]))
+    assert len(found) == 4
+    for (seed, cell), scores in found.items():
+        numbers = " | ".join(f"{score:.3f}" for score in [*scores, min(scores) - scores[0]]).replace("-", "−")
+        assert f"| {seed}, {cell} | {numbers} |" in read("fig3-width16/README.md")
+
+
 COLUMNS = {
     "`lstm`": "LSTM per tensor",
     "`ihc-lstm`": "IHC-LSTM per tensor",
