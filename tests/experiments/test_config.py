@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from l2lopt import estimators, optimisers
+from l2lopt import estimators
 from l2lopt.core import registry
 from l2lopt.core.errors import UserError
 from l2lopt.experiments import build
@@ -178,7 +178,7 @@ def test_every_shipped_config_is_sound(path):
     config = configs.load(path, kind=kind)
     assert configs.load(tomllib.loads(configs.dump(config)), kind=kind) == config
     if kind is Config:
-        optimisers.build(config.optimiser, optimisers.LEARNED)
+        assert build.ready_optimiser(config.optimiser).phi()
         registry.build(estimators.ESTIMATORS, "estimator", config.unroll.estimator)
         assert config.evaluation.checked_horizons()
 
