@@ -207,17 +207,18 @@ OPTIMISERS = {
 
 
 class _Watch(Computed):
-    """Notes whether what the coordinates meet in depends on a leaf."""
+    """Notes the means that depend on a leaf."""
 
-    seen = False
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
 
     def mean(self, grouping: Any, name: str, values: Tensor) -> Tensor:
-        self.seen |= values.requires_grad
+        self.seen |= {name} if values.requires_grad else set()
         return super().mean(grouping, name, values)
 
 
-def means_of_params(label: str) -> bool:
-    """Whether an optimiser takes means of what depends on θ, which are constants block by block."""
+def means_of_params(label: str) -> set[str]:
+    """The means of what depends on θ that an optimiser takes, which are constants block by block."""
     rule, watch, params = (OPTIMISERS | DOUBLES)[label](), _Watch(), normal(7).requires_grad_()
     state = rule.init(Layout(("matrix", "vector"), ((2, 2), (3,))).meeting(watch), like=params)
     phi = {name: value.detach() for name, value in rule.phi().items()}
@@ -529,13 +530,13 @@ def problem(
     return Problem(rule.update_with, flat_loss(task, layout), rule.phi(), carry, steps)
 
 
-def with_means_constant(task: Problem) -> Problem:
-    """The problem with an update through whose means over groups no gradient goes."""
+def with_means_constant(task: Problem, names: set[str] | None = None) -> Problem:
+    """The problem with an update through whose means over groups, or those of these names, no gradient goes."""
 
     def update(phi: Any, grads: Any, state: Any, params: Any, *, loss: Any = None) -> Any:
         layout = state.layout
         change, after = task.update(
-            phi, grads, state._replace(layout=layout.meeting(_Constant(layout.exchange))), params, loss=loss
+            phi, grads, state._replace(layout=layout.meeting(_Constant(layout.exchange, names))), params, loss=loss
         )
         return change, after._replace(layout=layout)
 
@@ -543,19 +544,22 @@ def with_means_constant(task: Problem) -> Problem:
 
 
 class _Constant(Exchange):
-    """Means as another exchange gives them, through which no gradient goes."""
+    """Means as another exchange gives them, through which, or those of some names, no gradient goes."""
 
-    def __init__(self, inner: Exchange) -> None:
-        self._inner = inner
+    def __init__(self, inner: Exchange, names: set[str] | None) -> None:
+        self._inner, self._names = inner, names
 
     def mean(self, grouping: Any, name: str, values: Tensor) -> Tensor:
-        return self._inner.mean(grouping, name, values.detach())
+        return self._inner.mean(grouping, name, self._cut(name, values))
 
     def mean_of_sums(self, grouping: Any, name: str, sums: Tensor) -> Tensor:
-        return self._inner.mean_of_sums(grouping, name, sums.detach())
+        return self._inner.mean_of_sums(grouping, name, self._cut(name, sums))
 
     def whole(self, name: str, function: Any, values: Tensor) -> Tensor:
         return self._inner.whole(name, function, values)
 
     def controls(self, grouping: Any, name: str, compute: Any, memory: Any) -> Any:
         return self._inner.controls(grouping, name, compute, memory)
+
+    def _cut(self, name: str, values: Tensor) -> Tensor:
+        return values.detach() if self._names is None or name in self._names else values

@@ -46,6 +46,9 @@ class SmallFC(Optimiser):
     The published rule moves coordinates without a gradient too. Here an update whose gradient has been 0 for more than
     20 steps fades by 0.9 a step, and is 0 if it has always been 0; `rests=False` is the published rule to the letter.
 
+    The root mean square of θ depends on itself by way of the updates, so `Blockwise` takes it as a constant; all else in
+    its meta-gradient is the tape's of first order.
+
     R, C and C̄ are kept per coordinate, so that tensors of any shape can be cut into slices: 56 bytes of state a
     parameter in float32.
 
@@ -116,9 +119,11 @@ class SmallFC(Optimiser):
         good = grads.square().isfinite()
         g = grads.where(good, 0.0)
         new = self._accumulated(g, old, layout)
-        features = self._features(g, params, new, layout)
-        size = layout.tensors.spread(layout.tensors.mean("features", features.square()))
-        direction, magnitude = self._network(features * (1e-5 + size).rsqrt(), step)
+        # θ has a mean of its own: blockwise takes a mean that depends on θ as a constant, and with it all it is made of.
+        features = _normalised("features", self._features(g, new, layout), layout)
+        theta = _normalised("parameters", params[None], layout)
+        # In the source's order.
+        direction, magnitude = self._network(torch.cat([features[:1], theta, features[1:]]), step)
         update = self.step_scale * direction * (self.exponent_scale * magnitude).exp()
         if self.rests:
             new["idle"] = torch.where(g != 0, 0.0, old["idle"] + 1)
@@ -143,8 +148,8 @@ class SmallFC(Optimiser):
             new[name] = beta * old[name] + (1 - beta) * value
         return new
 
-    def _features(self, g: Tensor, params: Tensor, new: dict[str, Tensor], layout: Layout) -> Tensor:
-        """The inputs before they are normalised, [28, *batch, n], in the source's order."""
+    def _features(self, g: Tensor, new: dict[str, Tensor], layout: Layout) -> Tensor:
+        """The inputs but for θ and time, before they are normalised, [27, *batch, n], in the source's order."""
         m, v, row, column = new["m"], new["v"], new["row"], new["column"]
         matrices = [float(len(shape) > 1) for shape in layout.whole_shapes]
         factored = layout.tensors.spread(layout.tensors.each(matrices, g)) > 0
@@ -152,7 +157,7 @@ class SmallFC(Optimiser):
         of_g = torch.where(factored, by_factors, (row + 1e-9).rsqrt())
         of_m = torch.where(factored, by_factors, (row + 1e-6).rsqrt())
         root = (v + 1e-6).rsqrt()
-        parts = [g[None], params[None], m, v[None], m * root, root[None], g * of_g]
+        parts = [g[None], m, v[None], m * root, root[None], g * of_g]
         return torch.cat([*parts, row, column, (row + 1e-8).rsqrt(), (column + 1e-8).rsqrt(), m * of_m])
 
     def _network(self, x: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,6 +181,12 @@ def factored_axes(shape: Sequence[int]) -> tuple[int, int] | None:
         return None
     second, longest = sorted(range(len(shape)), key=lambda axis: shape[axis])[-2:]
     return second, longest
+
+
+def _normalised(name: str, features: Tensor, layout: Layout) -> Tensor:
+    """Features [..., n] over their root mean square in each tensor, by the mean called `name`."""
+    size = layout.tensors.spread(layout.tensors.mean(name, features.square()))
+    return features * (1e-5 + size).rsqrt()
 
 
 def _means(values: Tensor, layout: Layout, which: str) -> Tensor:

@@ -10,7 +10,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from implementations import BLOCKWISE, LEARNED, MIXTURES, crossed, means_of_params, problem, with_means_constant
+from implementations import (
+    BLOCKWISE,
+    LEARNED,
+    MIXTURES,
+    crossed,
+    each,
+    means_of_params,
+    problem,
+    with_means_constant,
+)
 
 from l2lopt.core import memory
 from l2lopt.core.errors import UserError
@@ -34,8 +43,19 @@ DIRECTION = "coordinatewise direction-and-magnitude"
 def test_meta_gradient_is_exact(make, objective, rule, mixture):
     """Against the `torch.func` oracle; means that depend on θ are constants."""
     task = problem(rule, mixture=mixture)
-    task = with_means_constant(task) if means_of_params(rule) else task
+    task = with_means_constant(task, means_of_params(rule))
     laws.assert_meta_gradient_is_exact(make(objective=objective), task, 1, objective)
+
+
+@pytest.mark.parametrize("rule", each(LEARNED))
+def test_points_where_the_tape_points(rule):
+    """Whatever it takes as a constant."""
+    task = problem(rule)
+    ours, tape = (
+        torch.cat([piece.flatten() for piece in laws.run(estimator, task).gradient.values()])
+        for estimator in (Blockwise(), Backprop())
+    )
+    assert torch.cosine_similarity(ours, tape, dim=0) > 0.98
 
 
 @pytest.mark.parametrize("optimisee", ["quadratic", "module with batch norm"])

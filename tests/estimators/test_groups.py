@@ -21,7 +21,7 @@ each_grouped = pytest.mark.parametrize("rule", each(GROUPED))
 @pytest.mark.parametrize("truncation", [None, 2])
 def test_blocks_give_the_tapes_meta_gradient(rule, block, truncation):
     task = problem(rule)
-    task = with_means_constant(task) if means_of_params(rule) else task
+    task = with_means_constant(task, means_of_params(rule))
     ours, tape = laws.run(Blockwise(truncation, block=block), task), laws.run(Backprop(window=truncation), task)
     assert any(piece.abs().max() > 1e-6 for piece in tape.gradient.values())
     laws.assert_close(vars(ours), vars(tape), 1e-10)
