@@ -20,6 +20,18 @@ def widest(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type in WITHOUT_DOUBLE else torch.float64
 
 
+def for_sums(dtype: torch.dtype) -> torch.dtype:
+    """The dtype for sums: at least float32, as a sum in bfloat16 stops growing at 256 times a term.
+
+    Example:
+        >>> import torch
+        >>> from l2lopt.core.precision import for_sums
+        >>> for_sums(torch.bfloat16), for_sums(torch.float64)
+        (torch.float32, torch.float64)
+    """
+    return torch.promote_types(dtype, torch.float32)
+
+
 @contextmanager
 def without_autocast(devices: Iterable[str]) -> Iterator[None]:
     """No autocast inside the block on devices of these types: what is computed there keeps its dtype."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from l2lopt.core.errors import UserError
 from l2lopt.core.layout import Params
+from l2lopt.core.precision import for_sums
 from l2lopt.core.types import Carry, InnerStep, Loss, Update, detach
 from l2lopt.estimators.base import EstimatorState, MetaGradient, MetaGradientEstimator
 from l2lopt.estimators.loss_and_gradient import LossAndGradient, Objective, gradient_of, loss_and_gradient, target_terms
@@ -60,8 +61,8 @@ class Backprop(MetaGradientEstimator):
         """Runs and differentiates; see `MetaGradientEstimator`."""
         second = self.order == 2
         leaves = {name: value.detach().requires_grad_() for name, value in phi.items()}
-        gradient = {name: torch.zeros_like(value) for name, value in phi.items()}
-        value = carry.params.new_zeros(())
+        gradient = {name: torch.zeros_like(value, dtype=for_sums(value.dtype)) for name, value in phi.items()}
+        value = carry.params.new_zeros((), dtype=for_sums(carry.params.dtype))
         losses: list[Tensor] = []
         params, aux, optimiser_state = detach(carry)
         terms: list[Tensor] = []
@@ -95,6 +96,7 @@ class Backprop(MetaGradientEstimator):
                 linear = zip(weights, known, strict=True)
                 terms += pieces if second else [(weight[..., None] * m.grads * params).sum() for weight, m in linear]
             close_window()
+        gradient = {name: piece.to(phi[name].dtype) for name, piece in gradient.items()}
         finite = all(bool(t.isfinite().all()) for t in (value, params, *gradient.values()))
         trajectory = torch.stack(losses) if losses else carry.params.new_zeros(0)
         return MetaGradient(value, gradient, Carry(params, aux, optimiser_state), trajectory, finite, state)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from l2lopt.core.errors import UserError
 from l2lopt.core.layout import Params
-from l2lopt.core.precision import widest
+from l2lopt.core.precision import for_sums, widest
 from l2lopt.core.seeding import generator
 from l2lopt.core.types import Carry, InnerStep, Loss, OptimiserState, Update, detach
 from l2lopt.estimators.base import EstimatorState, MetaGradient, MetaGradientEstimator
@@ -116,7 +116,7 @@ class Blockwise(MetaGradientEstimator):
         phi, way = detach(phi), _way(update)
         # float64, as many blocks and windows are summed: the rounding then hardly depends on how they are cut.
         gradient = {name: torch.zeros_like(piece, dtype=widest(piece.device)) for name, piece in phi.items()}
-        value = carry.params.new_zeros(())
+        value = carry.params.new_zeros((), dtype=for_sums(carry.params.dtype))
         losses: list[Tensor] = []
         params, aux, optimiser_state = detach(carry)
         layout = optimiser_state.layout

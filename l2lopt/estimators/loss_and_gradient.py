@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from l2lopt.core.layout import Params
+from l2lopt.core.precision import for_sums
 from l2lopt.core.types import Aux, Batch, Loss, Target, detach
 
 Objective: TypeAlias = Literal["loss", "log-loss"]
@@ -75,7 +76,7 @@ def target_terms(
         derivative = weight / rows * torch.ones_like(value)
         if objective == "log-loss":
             value, derivative = value.log(), derivative / value
-        values.append(weight * value.sum() / rows)
+        values.append(weight * value.to(for_sums(value.dtype)).sum() / rows)
         for index, share in shares.items():
             derivatives[index] = share * derivative
     return values, derivatives

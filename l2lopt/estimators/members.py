@@ -8,6 +8,7 @@ from torch import Tensor
 
 from l2lopt.core.layout import Params
 from l2lopt.core.phi_rows import gradients_of_rows, losses_of_rows, over_phi, row_of, stack_carries
+from l2lopt.core.precision import for_sums
 from l2lopt.core.types import Batch, Carry, InnerStep, Loss, Update
 from l2lopt.estimators.loss_and_gradient import Objective, mean_of_part, parts_of
 from l2lopt.estimators.window import BlockUpdate, RowStep
@@ -72,7 +73,8 @@ def _run_rows(
     floor: float,
 ) -> tuple[Tensor, Carry, Tensor]:
     """The meta-losses, the carry and the training losses of runs that are all side by side."""
-    values, losses = carry.params.new_zeros(len(carry.params)), []
+    values = carry.params.new_zeros(len(carry.params), dtype=for_sums(carry.params.dtype))
+    losses: list[Tensor] = []
     loss_rows, advance = losses_of_rows(loss), None
     for step in steps:
         advance = advance or _row_step(update, loss, carry, step.batch, rules, backend == "compile")
@@ -81,7 +83,7 @@ def _run_rows(
         with torch.no_grad():
             measured_after = [loss_rows(carry.params, carry.aux, target.batch)[0] for target in step.targets]
             for weight, shares in parts_of(step.targets, objective):
-                term = mean_of_part(measured_after, shares)
+                term = mean_of_part(measured_after, shares).to(values.dtype)
                 term = (term + floor).log() if objective == "log-loss" else term
                 values = values + weight * term.reshape(len(term), -1).mean(1)
     trajectory = torch.stack(losses) if losses else carry.params.new_zeros(0, *carry.params.shape[:-1])
