@@ -12,6 +12,7 @@ from l2lopt.core.types import Update
 from l2lopt.estimators.window import Meeting, Window
 
 PHI, THETA = "phi", "theta"
+"""Beside them all names have the kind of thing before them: a rule may call its state "theta", or two things alike."""
 
 
 class Dependencies(NamedTuple):
@@ -35,7 +36,7 @@ class _Probe(Exchange):
 
     def mean(self, grouping: Grouping, name: str, values: Tensor) -> Tensor:
         """The values' shape of ones, a leaf."""
-        key = key_of(grouping, name)
+        key = f"mean {key_of(grouping, name)}"
         self.values[key] = values
         # Only the graph is looked at, so any value does; at 1 a rule may divide by it or take its root.
         self.leaves[key] = torch.ones_like(values, requires_grad=True)
@@ -47,9 +48,10 @@ class _Probe(Exchange):
 
     def whole(self, name: str, function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
         """The recorded result as a leaf."""
-        self.values[name] = values
-        self.leaves[name] = self._meeting.wholes[name].to(values.dtype).detach().requires_grad_()
-        return self.leaves[name]
+        key = f"whole {name}"
+        self.values[key] = values
+        self.leaves[key] = self._meeting.wholes[name].to(values.dtype).detach().requires_grad_()
+        return self.leaves[key]
 
     def controls(self, grouping: Grouping, name: str, compute: Callable[[], Controls], memory: Params) -> Controls:
         """`compute()`, its outputs remembered."""
@@ -78,9 +80,10 @@ def dependencies(update: Update, phi: Params, window: Window) -> Dependencies:
         held = {name: value.detach().clone().requires_grad_() for name, value in named.items()}
         state = window.state._replace(
             layout=window.state.layout.meeting(probe),
-            coordinates={name: held[name] for name in window.state.coordinates},
+            coordinates={name: held[f"coordinates {name}"] for name in window.state.coordinates},
             groups={
-                kind: {name: held[f"{kind} {name}"] for name in values} for kind, values in window.state.groups.items()
+                kind: {name: held[f"groups {kind} {name}"] for name in values}
+                for kind, values in window.state.groups.items()
             },
         )
         change, after = update(leaves, window.grads[0], state, theta, loss=window.losses[0])
@@ -95,11 +98,11 @@ def dependencies(update: Update, phi: Params, window: Window) -> Dependencies:
                 # None says that there is no path; a derivative of 0 may be so at these numbers only.
                 if gradient is not None:
                     enters.setdefault(PHI if source.startswith(f"{PHI} ") else source, set()).add(output)
-    return _sorted(enters, list(probe.values), set(window.meetings[0].wholes), set(probe.controls_of))
+    return _sorted(enters, list(probe.values), set(probe.controls_of))
 
 
-def _sorted(enters: dict[str, set[str]], means: list[str], wholes: set[str], controls: set[str]) -> Dependencies:
-    """The means by what can be reached from φ and from themselves."""
+def _sorted(enters: dict[str, set[str]], means: list[str], controls: set[str]) -> Dependencies:
+    """The means and functions of whole tensors by what can be reached from φ and from themselves."""
     varying = _reachable(enters, PHI)
     linked: list[str] = []
     constant: list[str] = []
@@ -107,9 +110,9 @@ def _sorted(enters: dict[str, set[str]], means: list[str], wholes: set[str], con
         if mean not in varying:
             continue
         after = _reachable(enters, mean)
-        (constant if mean in wholes or mean in after or after & controls else linked).append(mean)
+        (constant if mean.startswith("whole ") or mean in after or after & controls else linked).append(mean)
     ordered = sorted(linked, key=lambda mean: len(_reachable(enters, mean) & {*linked}))
-    return Dependencies(tuple(ordered), tuple(constant))
+    return Dependencies(*(tuple(key.partition(" ")[2] for key in keys) for keys in (ordered, constant)))
 
 
 def _reachable(enters: dict[str, set[str]], start: str) -> set[str]:
@@ -125,4 +128,5 @@ def _reachable(enters: dict[str, set[str]], start: str) -> set[str]:
 
 def _named(coordinates: Params, groups: dict[str, Params]) -> Params:
     """State per coordinate and per group under names of one table."""
-    return coordinates | {f"{kind} {name}": value for kind, values in groups.items() for name, value in values.items()}
+    of_groups = {f"groups {kind} {name}": value for kind, own in groups.items() for name, value in own.items()}
+    return {f"coordinates {name}": value for name, value in coordinates.items()} | of_groups

@@ -7,11 +7,14 @@ import pytest
 import torch
 from doubles import FactoredMoments, OwnMean, SteeredByPhi
 from implementations import GROUPED, Problem, each, means_of_params, normal, problem, with_means_constant
+from torch import nn
 
 from l2lopt.core.errors import UserError
 from l2lopt.core.layout import Layout
+from l2lopt.core.types import OptimiserState
 from l2lopt.estimators import Backprop, Blockwise
 from l2lopt.kernels import block_update
+from l2lopt.optimisers.base import Optimiser, zeros
 
 each_grouped = pytest.mark.parametrize("rule", each(GROUPED))
 
@@ -73,6 +76,24 @@ def test_a_mean_whose_adjoint_would_be_incomplete_is_left_out_and_the_log_says_s
     assert f"taken as constants, see its docstring: {left_out}" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["slow", "theta", "phi", "tensors.size"])
+def test_a_state_may_have_any_name(name, caplog):
+    """Also one that the analysis of what a mean depends on has for something else."""
+    task = _with(_Anchored(name))
+    with caplog.at_level("INFO", "l2lopt"):
+        ours = laws.run(Blockwise(), task)
+    assert "taken as constants, see its docstring: tensors.size" in caplog.text
+    laws.assert_close(ours.gradient, laws.run(Backprop(), with_means_constant(task)).gradient, 1e-10)
+
+
+def test_the_log_names_what_is_a_constant_and_no_more(caplog):
+    with caplog.at_level("INFO", "l2lopt"):
+        laws.run(Blockwise(), problem("small-fc", length=2))
+    assert [record.getMessage() for record in caplog.records] == [
+        "blockwise: taken as constants, see its docstring: tensors.parameters"
+    ]
+
+
 def test_means_that_nobody_has_declared_are_refused():
     task = _with(OwnMean().double())
     with pytest.raises(UserError, match=r"estimator 'blockwise': expected an update that a slice .* gives by itself"):
@@ -117,6 +138,26 @@ def test_a_slice_cannot_compute_what_whole_tensors_are_needed_for():
         part.whole("orthogonalised", lambda values, layout: values, values)
     with pytest.raises(UserError, match="tensors: sums: expected the whole vector, found a slice of it"):
         part.tensors.mean("any", values)
+
+
+class _Anchored(Optimiser):
+    """Goes down and to a running mean of θ, by a step of given size; its state has the given name."""
+
+    def __init__(self, name, twice=False):
+        super().__init__()
+        self.name, self.twice = name, twice
+        self.rates = nn.Parameter(torch.tensor([0.3, 0.7], dtype=torch.float64))
+
+    def init(self, layout, batch=(), *, like=None, total_steps=None):
+        return OptimiserState(layout, {self.name: zeros(layout, batch, like)}, {}, {})
+
+    def update(self, grads, state, params, *, loss=None):
+        tensors, slow = state.layout.tensors, state.coordinates[self.name]
+        way = self.rates[0] * grads + 0.5 * self.rates[1] * (params - slow)
+        size = tensors.mean("size", way.square())
+        size = size + tensors.mean("size", way.abs()) if self.twice else size
+        update = -0.3 * way / tensors.spread((size + 1e-6).sqrt())
+        return update, state._replace(coordinates={self.name: 0.9 * slow + 0.1 * params})
 
 
 def _with(rule):
