@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from l2lopt.core.errors import UserError
 from l2lopt.core.groupings import Controls, Exchange, Grouping, SlicedGrouping, key_of
 from l2lopt.core.layout import Params
 from l2lopt.estimators.window import MeanAdjoint, Meeting
@@ -47,7 +48,9 @@ class Recorder(Exchange):
 
     def _kept(self, record: Params, key: str, value: Tensor) -> Tensor:
         # Under one name two means would be told apart neither in the record nor by their adjoints.
-        assert key not in record, f"{key} is the name of two things in one step"
+        if key in record:
+            expected, remedy = "another name for each that a step takes", "give one of them another name"
+            raise UserError(f"update: {key}", expected=expected, found="two of this name", remedy=remedy)
         record[key] = value.detach()
         return value
 

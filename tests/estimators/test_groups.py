@@ -94,6 +94,13 @@ def test_the_log_names_what_is_a_constant_and_no_more(caplog):
     ]
 
 
+def test_two_means_of_one_name_are_refused():
+    task = _with(_Anchored("slow", twice=True))
+    remedy = "update: tensors.size: expected another name for each .* give one of them another name"
+    with pytest.raises(UserError, match=remedy):
+        laws.run(Blockwise(), task)
+
+
 def test_means_that_nobody_has_declared_are_refused():
     task = _with(OwnMean().double())
     with pytest.raises(UserError, match=r"estimator 'blockwise': expected an update that a slice .* gives by itself"):
