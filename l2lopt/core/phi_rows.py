@@ -1,6 +1,7 @@
 """Runs side by side whose rules differ: meta-parameters φ with a row axis in front, a run for each row."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -25,6 +26,9 @@ def over_phi(update: Update) -> Update:
 
     Args:
         update: Update of one rule. It works under `torch.func.vmap`: its Python does not look at numbers.
+
+    Raises:
+        UserError: For one that does, where the rows' update is called.
     """
 
     def rows(
@@ -37,7 +41,9 @@ def over_phi(update: Update) -> Update:
         axes: Any = row_axes(state, grads)
         parts, axis = (state.coordinates, state.groups, state.shared), None if loss is None else 0
         mapped = vmap(one, in_dims=(0, 0, axes, 0, axis), out_dims=(0, axes))
-        change, after = mapped(phi, grads, parts, params, loss)
+        remedy = 'write torch.where for "if" and leave out .item(), or take the estimator "blockwise" or "backprop"'
+        with _told("optimiser", "an update", remedy):
+            change, after = mapped(phi, grads, parts, params, loss)
         return change, OptimiserState(state.layout, *after)
 
     return rows
@@ -58,23 +64,32 @@ def row_axes(state: OptimiserState, params: Tensor) -> Axes:
 
 
 def mapped_rows(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.func.vmap` of a loss, whose model may have operations that vmap does not know.
+    """`torch.func.vmap` of a loss, whose model may do what vmap cannot.
 
     Raises:
-        UserError: For such an operation, where the function is called.
+        UserError: For a model that does, where the function is called.
     """
+    remedy = 'set evaluation.rows and validation.rows to 1, and take the estimator "blockwise" or "backprop"; '
+    remedy += "of nn.LSTM and its kin: sequence.from_torch"
 
     def mapped(*trees: Any) -> Any:
-        try:
+        with _told("model", "a model", remedy):
             return vmap(function)(*trees)
-        except RuntimeError as error:
-            if "Batching rule not implemented" not in str(error):
-                raise
-            expected, found = "a model that torch.func.vmap runs, for runs side by side", str(error).splitlines()[0]
-            remedy = "set evaluation.rows and validation.rows to 1; of nn.LSTM and its kin: sequence.from_torch"
-            raise UserError("model", expected=expected, found=found, remedy=remedy) from error
 
     return mapped
+
+
+@contextmanager
+def _told(where: str, what: str, remedy: str) -> Iterator[None]:
+    """Tells what `torch.func.vmap` refuses in the block as a `UserError`."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if not (text.startswith("vmap:") or "Batching rule not implemented" in text):
+            raise
+        expected = f"{what} that torch.func.vmap runs, for runs side by side"
+        raise UserError(where, expected=expected, found=text.splitlines()[0], remedy=remedy) from error
 
 
 def losses_of_rows(loss: Loss) -> Loss:

@@ -51,6 +51,8 @@ def make_optimisee(
 
     Batch norm's running statistics are part of a run's state, and dropout layers get their masks from the run's seed.
     A model that draws random numbers in any other way is refused; see `optimisees.ModuleOptimisee`.
+    Runs side by side go through model and loss under `torch.func.vmap`, which refuses to branch on numbers, to index by
+    a mask and `.item()`: such models run one at a time, with `validation.rows` and `evaluation.rows` 1.
 
     Args:
         model: A function without arguments that makes the model, such as its class. It is called under the run's

@@ -164,10 +164,35 @@ def test_options_out_of_range_are_refused(options):
         estimators.make("es", **options)
 
 
-def test_a_call_without_state_is_refused():
+@pytest.mark.parametrize("name", ["es", "pes", "mixed"])
+def test_a_call_without_state_is_refused(name):
     task = problem()
     with pytest.raises(UserError, match="pass what init gives"):
-        EvolutionStrategies()(*task)
+        estimators.make(name)(*task)
+
+
+@each_estimator
+def test_a_rule_that_looks_at_numbers_is_refused_in_one_line(make):
+    task = problem()
+
+    def branching(phi, grads, state, params, *, loss=None):
+        update, state = task.update(phi, grads, state, params, loss=loss)
+        return (update if grads.abs().max() > 0 else 2 * update), state
+
+    with pytest.raises(UserError, match=r"optimiser: expected an update that torch.func.vmap runs.*torch\.where"):
+        laws.run(make(), task._replace(update=branching))
+
+
+@each_estimator
+def test_a_model_that_looks_at_numbers_is_refused_in_one_line(make):
+    task = problem()
+
+    def branching(params, aux, batch):
+        value, aux = task.loss(params, aux, batch)
+        return (value if params.sum() > 0 else 2 * value), aux
+
+    with pytest.raises(UserError, match=r"model: expected a model that torch.func.vmap runs.*data-dependent"):
+        laws.run(make(), task._replace(loss=branching))
 
 
 def test_persistent_estimates_go_back_to_the_first_window():
