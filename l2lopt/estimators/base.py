@@ -7,6 +7,7 @@ from typing import Any, ClassVar, TypeAlias
 
 from torch import Tensor
 
+from l2lopt.core.errors import UserError
 from l2lopt.core.layout import Params
 from l2lopt.core.types import Carry, InnerStep, Loss, Update
 from l2lopt.estimators.memory_plan import Plan
@@ -91,3 +92,9 @@ class MetaGradientEstimator(ABC):
             UserError: If the memory is not there.
         """
         return None
+
+
+def check_state(where: str, state: EstimatorState) -> None:
+    """Refuses the empty state of a call where an estimator needs what its `init` gives, or the last call."""
+    if isinstance(state, tuple):
+        raise UserError(where, expected="the estimator's state", found="none", remedy="pass what init gives")

@@ -15,14 +15,14 @@ from l2lopt.core.layout import Params
 from l2lopt.core.precision import for_sums, widest
 from l2lopt.core.seeding import generator
 from l2lopt.core.types import Carry, InnerStep, Loss, OptimiserState, Update, detach
-from l2lopt.estimators.base import EstimatorState, MetaGradient, MetaGradientEstimator
+from l2lopt.estimators.base import EstimatorState, MetaGradient, MetaGradientEstimator, check_state
 from l2lopt.estimators.coordinate_sample import mean_adjoint, sample_size, stratified
 from l2lopt.estimators.dependencies import Dependencies, dependencies
 from l2lopt.estimators.exchange import Alone
 from l2lopt.estimators.locality import check_locality
 from l2lopt.estimators.loss_and_gradient import LossAndGradient, Objective, loss_and_gradient, target_terms
 from l2lopt.estimators.memory_plan import Plan, activations, available_memory, seconds_of, timed
-from l2lopt.estimators.record import Record, VectorPool, copies_of
+from l2lopt.estimators.record import Record, VectorPool, first_of
 from l2lopt.estimators.replay import autograd_replay, emptied, taped_mean_adjoint, through_the_networks
 from l2lopt.estimators.window import AdjointOfMean, BlockAdjoints, BlockUpdate, MeanAdjoint, Replay, Window
 from l2lopt.parallel.threads import one_each, share_out
@@ -191,7 +191,7 @@ class Blockwise(MetaGradientEstimator):
         gradient, seen = timed(lambda: loss_and_gradient(loss, carry.params, carry.aux, step.batch))
         few = min(size, self._block(window, way))
         alone = Alone()
-        part = _sliced(carry.state, few)._replace(layout=carry.state.layout.slice(0, few).meeting(alone))
+        part = first_of(carry.state, few)._replace(layout=carry.state.layout.slice(0, few).meeting(alone))
         theta, grads = carry.params[..., :few], seen.grads[..., :few]
         with torch.no_grad():
             forward, _ = seconds_of(lambda: way.update_(phi, grads, way.copied(part), theta, loss=seen.loss))
@@ -242,6 +242,7 @@ class Blockwise(MetaGradientEstimator):
         dtype = torch.bfloat16 if self.record == "bfloat16" else params.dtype
         select, weights = None, None
         if self.share < 1:
+            check_state("estimator 'blockwise'", state)
             source = generator("coordinates", *state.tolist())
             select, drawn = stratified(optimiser_state.layout, self.share, source)
             weights, state = drawn.to(params), state + torch.tensor([0, 1])
@@ -359,17 +360,6 @@ def _way(update: Update) -> _Way:
         update.mean_adjoint is not None and bool(update.linked),
         update.at_once,
     )
-
-
-def _sliced(state: OptimiserState, count: int) -> OptimiserState:
-    """The first coordinates of a state; numbers per group as copies that they carry."""
-    layout = state.layout.slice(0, count)
-    coordinates = {name: value[..., :count].clone() for name, value in state.coordinates.items()}
-    groups = {
-        kind: {name: copies_of(layout, kind, value) for name, value in values.items()}
-        for kind, values in state.groups.items()
-    }
-    return OptimiserState(layout, coordinates, groups, state.shared)
 
 
 def _mean_adjoint(way: _Way, phi: Params, adjoints: Mapping[str, MeanAdjoint], key: str, window: Window) -> Params:

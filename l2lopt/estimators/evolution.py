@@ -5,7 +5,7 @@ explode.
 """
 
 from collections.abc import Iterable, Sequence
-from math import isfinite
+from math import inf, isfinite
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from l2lopt.core.layout import Params
 from l2lopt.core.phi_rows import row_of, stack_carries
 from l2lopt.core.seeding import generator
 from l2lopt.core.types import Carry, InnerStep, Loss, Update, detach
-from l2lopt.estimators.base import EstimatorState, MetaGradient, MetaGradientEstimator
+from l2lopt.estimators.base import EstimatorState, MetaGradient, MetaGradientEstimator, check_state
 from l2lopt.estimators.members import MemberRuns, run_members
 
 
@@ -57,8 +57,9 @@ class EvolutionStrategies(MetaGradientEstimator):
         floor: Number that is added to losses before their logarithm, so that losses near 0 do not decide; at least 0.
         rows: Number of runs side by side, at most; None: all. The memory is that of so many.
         shaping: "standardised": the differences D_p = L(φ + ε_p) − L(φ − ε_p) are divided by the root of their mean
-            square and clipped to ±3, so that problems whose losses differ a hundredfold have an equal say. The
-            result is no estimate of a gradient but a direction, of a size that depends on none of the losses.
+            square and clipped to ±3, so that problems whose losses differ a hundredfold have an equal say. Where one
+            run of a pair diverges, the pair counts ±3; where both do, 0; neither enters the mean square. The result is
+            no estimate of a gradient but a direction, of a size that depends on none of the losses.
         backend: "compile": the inner steps are one compiled graph for each problem, see `kernels.graph`.
     """
 
@@ -122,9 +123,7 @@ class EvolutionStrategies(MetaGradientEstimator):
         Raises:
             UserError: If the state is empty.
         """
-        if not state:
-            remedy = "pass what init gives"
-            raise UserError("evolution strategies", expected="their state", found="none", remedy=remedy)
+        check_state("evolution strategies", state)
         pairs, phi = self.pairs, detach(phi)
         noise = self._noise(phi, int(state["seed"]), int(state["calls"]))
         rules = {name: torch.cat([phi[name] + e, phi[name] - e, phi[name][None]]) for name, e in noise.items()}
@@ -133,7 +132,7 @@ class EvolutionStrategies(MetaGradientEstimator):
         ends = self.run_members(update, loss, rules, [*members, carry], steps)
         values, after = ends.values, ends.carries[-1]
         xi = {name: state["summed"][name] + e for name, e in noise.items()} if self.persistent else noise
-        weight = self._shaped(values[:pairs] - values[pairs:-1], len(steps)) / (2 * pairs * self.sigma**2)
+        weight = self._shaped(values[:pairs], values[pairs:-1], len(steps)) / (2 * pairs * self.sigma**2)
         gradient = {name: torch.tensordot(weight.to(value), value, 1) for name, value in xi.items()}
         finite = all(bool(t.isfinite().all()) for t in (values[-1], after.params, *gradient.values()))
         kept: dict[str, Any] = {"seed": state["seed"], "calls": state["calls"] + 1}
@@ -148,13 +147,16 @@ class EvolutionStrategies(MetaGradientEstimator):
         """The runs of any rules, with the estimator's objective, rows and backend; see `members.run_members`."""
         return run_members(update, loss, rules, starts, steps, self.objective, self.rows, self.backend, self.floor)
 
-    def _shaped(self, differences: Tensor, steps: int) -> Tensor:
+    def _shaped(self, plus: Tensor, minus: Tensor, steps: int) -> Tensor:
         """The differences of the pairs' meta-losses as they weigh the perturbations."""
         if self.shaping == "none":
-            return differences
-        size = differences.square().mean().sqrt().clamp(min=1e-12)
+            return plus - minus
+        # A run that ends in NaN has diverged as one that ends in infinity has; where both have, they differ by NaN.
+        differences = plus.where(~plus.isnan(), inf) - minus.where(~minus.isnan(), inf)
+        told = differences.isfinite()
+        size = differences[told].square().mean().sqrt().where(told.any(), 1.0).clamp(min=1e-12)
         # Whoever divides by the number of steps then has the same size for runs of any length.
-        return steps * self.sigma * (differences / size).clamp(-3, 3)
+        return steps * self.sigma * (differences / size).clamp(-3, 3).nan_to_num(0.0)
 
     def _noise(self, phi: Params, seed: int, call: int) -> Params:
         """The perturbations ε of all pairs, each [P, ...]."""

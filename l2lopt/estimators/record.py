@@ -170,3 +170,14 @@ def copies_of(layout: Layout, kind: str, values: Tensor) -> Tensor:
     grouping = layout.grouping(kind)
     assert isinstance(grouping, SlicedGrouping)
     return grouping.at(values)
+
+
+def first_of(state: OptimiserState, count: int) -> OptimiserState:
+    """The first coordinates of a state; numbers per group as copies that they carry."""
+    layout = state.layout.slice(0, count)
+    coordinates = {name: value[..., :count].clone() for name, value in state.coordinates.items()}
+    groups = {
+        kind: {name: copies_of(layout, kind, value) for name, value in values.items()}
+        for kind, values in state.groups.items()
+    }
+    return OptimiserState(layout, coordinates, groups, state.shared)

@@ -46,8 +46,8 @@ class SmallFC(Optimiser):
     The published rule moves coordinates without a gradient too. Here an update whose gradient has been 0 for more than
     20 steps fades by 0.9 a step, and is 0 if it has always been 0; `rests=False` is the published rule to the letter.
 
-    The root mean square of θ depends on itself by way of the updates, so `Blockwise` takes it as a constant; all else in
-    its meta-gradient is the tape's of first order.
+    The root mean square of θ depends on itself by way of the updates, so `Blockwise` takes it as a constant; all else
+    in its meta-gradient is the tape's of first order.
 
     R, C and C̄ are kept per coordinate, so that tensors of any shape can be cut into slices: 56 bytes of state a
     parameter in float32.
@@ -119,7 +119,7 @@ class SmallFC(Optimiser):
         good = grads.square().isfinite()
         g = grads.where(good, 0.0)
         new = self._accumulated(g, old, layout)
-        # θ has a mean of its own: blockwise takes a mean that depends on θ as a constant, and with it all it is made of.
+        # θ has a mean of its own: blockwise takes a mean that depends on θ as a constant, and all of it.
         features = _normalised("features", self._features(g, new, layout), layout)
         theta = _normalised("parameters", params[None], layout)
         # In the source's order.

@@ -108,6 +108,12 @@ def test_a_sample_leaves_the_run_as_it_is():
     laws.assert_same([ours.value, ours.carry, ours.losses], [whole.value, whole.carry, whole.losses])
 
 
+def test_a_sample_without_a_state_is_refused():
+    task = problem(length=1)
+    with pytest.raises(UserError, match=r"estimator 'blockwise': .* pass what init gives"):
+        Blockwise(share=0.3)(*task)
+
+
 def test_every_window_draws_anew_and_the_state_tells_which():
     task, unroll = problem(length=4), Blockwise(2, share=0.3)
     state = unroll.init(task.carry, task.phi, 7)

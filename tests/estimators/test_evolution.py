@@ -1,13 +1,16 @@
 """Evolution strategies: the laws of any unroll, and the convergence of their mean."""
 
+import math
+
 import laws
 import pytest
 import torch
-from implementations import EVOLUTION, RANDOM_ESTIMATORS, problem
+from implementations import EVOLUTION, RANDOM_ESTIMATORS, Problem, problem
 
 from l2lopt import estimators, kernels, optimisers
 from l2lopt.core.errors import UserError
-from l2lopt.core.types import detach
+from l2lopt.core.layout import Layout
+from l2lopt.core.types import Carry, InnerStep, OptimiserState, Target, detach
 from l2lopt.estimators import Backprop, EvolutionStrategies
 
 each_estimator = pytest.mark.parametrize(
@@ -193,6 +196,44 @@ def test_a_model_that_looks_at_numbers_is_refused_in_one_line(make):
 
     with pytest.raises(UserError, match=r"model: expected a model that torch.func.vmap runs.*data-dependent"):
         laws.run(make(), task._replace(loss=branching))
+
+
+def diverging(level):
+    """One step from θ = 1 to 1 + 2 φ, with φ = 0.1: the loss is infinite where θ is above the level."""
+    theta, layout = torch.ones(1, dtype=torch.float64), Layout(("all",), ((1,),))
+
+    def update(phi, g, state, params, loss):
+        return phi["rate"] * g, state
+
+    def loss(params, aux, batch):
+        value = params.square().mean(-1)
+        return value + torch.where(params.detach().mean(-1) > level, math.inf, 0.0), aux
+
+    carry = Carry(theta, {}, OptimiserState(layout, {}, {}, {}))
+    phi = {"rate": torch.tensor(0.1, dtype=torch.float64)}
+    return Problem(update, loss, phi, carry, [InnerStep((), (Target((), 1.0),))])
+
+
+@pytest.mark.parametrize("kind", ["es", "pes"])
+def test_a_member_that_diverges_counts_as_a_clipped_one(kind):
+    estimator = estimators.make(kind, pairs=16, sigma=0.01, shaping="standardised")
+    with_all, one_diverges = (laws.run(estimator, diverging(level)) for level in (9.0, 1.21))
+    assert with_all.finite
+    assert one_diverges.finite
+    assert one_diverges.gradient["rate"] > 0  # uphill is where members diverge
+    assert not laws.run(estimators.make(kind, pairs=16, sigma=0.01), diverging(1.21)).finite
+    assert not laws.run(estimator, diverging(1.1)).finite  # φ's own run as well
+
+
+def test_how_differences_are_standardised():
+    inf, nan = math.inf, math.nan
+    plus = torch.tensor([1.0, 5.0, inf, 1.0, inf, nan, 1.0, nan])
+    minus = torch.tensor([3.0, 1.0, 1.0, inf, inf, 1.0, nan, nan])
+    estimator = EvolutionStrategies(8, 0.5, shaping="standardised")
+    size = 10**0.5  # the finite differences are -2 and 4
+    wanted = torch.tensor([-2 / size, 4 / size, 3.0, -3.0, 0.0, 3.0, -3.0, 0.0])
+    torch.testing.assert_close(estimator._shaped(plus, minus, 4), 4 * 0.5 * wanted)
+    torch.testing.assert_close(estimator._shaped(plus[2:], minus[2:], 4), 4 * 0.5 * wanted[2:])
 
 
 def test_persistent_estimates_go_back_to_the_first_window():
