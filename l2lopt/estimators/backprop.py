@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from l2lopt.core.choices import checks_words
 from l2lopt.core.errors import UserError
 from l2lopt.core.layout import Params
 from l2lopt.core.precision import for_sums
@@ -35,6 +36,7 @@ class Backprop(MetaGradientEstimator):
     old_names = ("taped",)
     old_options: ClassVar[dict[str, str]] = {"truncation": "window"}
 
+    @checks_words
     def __init__(
         self,
         order: Literal[1, 2] = 1,

@@ -10,6 +10,7 @@ from typing import ClassVar, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from l2lopt.core.choices import checks_words
 from l2lopt.core.errors import UserError
 from l2lopt.core.layout import Params
 from l2lopt.core.precision import for_sums, widest
@@ -79,6 +80,7 @@ class Blockwise(MetaGradientEstimator):
 
     old_options: ClassVar[dict[str, str]] = {"truncation": "window"}
 
+    @checks_words
     def __init__(
         self,
         window: int | None = None,

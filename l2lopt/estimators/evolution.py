@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from l2lopt.core.choices import checks_words
 from l2lopt.core.errors import UserError, above_0
 from l2lopt.core.layout import Params
 from l2lopt.core.phi_rows import row_of, stack_carries
@@ -63,6 +64,7 @@ class EvolutionStrategies(MetaGradientEstimator):
         backend: "compile": the inner steps are one compiled graph for each problem, see `kernels.graph`.
     """
 
+    @checks_words
     def __init__(
         self,
         pairs: int = 4,
@@ -171,6 +173,7 @@ class EvolutionStrategies(MetaGradientEstimator):
         return {name: torch.stack(drawn) for name, drawn in noise.items()}
 
 
+@checks_words
 def persistent_evolution_strategies(
     pairs: int = 4,
     sigma: float = 0.01,

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
+from l2lopt.core.choices import checks_words
 from l2lopt.core.errors import UserError
 from l2lopt.core.layout import Params
 from l2lopt.core.types import Aux, Batch, Carry, InnerStep, Loss, ModuleLoss, Update
@@ -39,6 +40,7 @@ class Higher(MetaGradientEstimator):
 
     old_options: ClassVar[dict[str, str]] = {"truncation": "window"}
 
+    @checks_words
     def __init__(self, window: int | None = None, objective: Literal["loss", "log-loss"] = "loss") -> None:
         self._backprop = Backprop(2, window, objective)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from l2lopt.core import registry
+from l2lopt.core.choices import checks_words
 from l2lopt.core.errors import UserError
 from l2lopt.core.layout import Params
 from l2lopt.core.registry import Choice
@@ -65,6 +66,7 @@ class Mixed(MetaGradientEstimator):
             "plus": φ + ε_p alone.
     """
 
+    @checks_words
     def __init__(
         self,
         exact: Choice = "blockwise",
