@@ -25,7 +25,7 @@ class Backprop(MetaGradientEstimator):
     target adds the linear term ⟨q, θ_{t+1}⟩ with q = w f'(ℓ) ∂ℓ/∂θ. Second order drops nothing.
 
     Cost of first order: one gradient a step, one more for each target that is not the next step's own batch, and about
-    0.7 KB of tape per coordinate and step of a window for an LSTM of 20.
+    0.75 KB of tape per coordinate and step of a window for an LSTM of 20.
 
     Args:
         order: 1 or 2.

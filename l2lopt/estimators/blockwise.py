@@ -29,7 +29,7 @@ from l2lopt.estimators.window import AdjointOfMean, BlockAdjoints, BlockUpdate, 
 from l2lopt.parallel.threads import one_each, share_out
 
 AT_ONCE = 2**19
-"""Coordinates times steps that a replay keeps, some 600 bytes each."""
+"""Coordinates times steps that a replay keeps, some 750 bytes each."""
 CHECKED = 2
 """Steps of an estimator's first call at which a slice is computed again: at the first, bias-corrected means are ±1."""
 Tables: TypeAlias = Mapping[str, Tensor]
@@ -48,8 +48,8 @@ class Blockwise(MetaGradientEstimator):
         s̄_t = s̄_{t+1} ∂s_{t+1}/∂s_t + a_{t+1} ∂u_t/∂s_t
         dφ += a_{t+1} ∂u_t/∂φ + s̄_{t+1} ∂s_{t+1}/∂φ
 
-    Equal to `Backprop` of first order to rounding. The replay is the update's own if it is a `BlockUpdate`, else
-    autograd's. What the coordinates meet in is treated by what it depends on:
+    Equal to `Backprop` of first order to rounding, unless a mean is taken as a constant. The replay is the update's own
+    if it is a `BlockUpdate`, else autograd's. What the coordinates meet in is treated by what it depends on:
 
     - gradients alone: a constant of first order, exact without further work;
     - φ through the update: its adjoint sums over all blocks and must be known before the replay. A `BlockUpdate` may
@@ -60,11 +60,12 @@ class Blockwise(MetaGradientEstimator):
     - a network per group: the blocks give the adjoints of its outputs, and backpropagation goes through its steps once.
 
     With `share` below 1 only a random share of each tensor's coordinates is recorded and replayed, drawn anew for
-    every window and weighted by its inverse: the mean over draws is the whole meta-gradient.
+    every window and weighted by its inverse: the mean over draws is the whole meta-gradient. It is not quite where a
+    mean whose adjoint is found goes into another one, as in no rule of this library.
 
     Memory: T vectors of n numbers, T more if the meta-loss looks at other batches than the next step's, T more where
-    updates are recorded, and a block's replay; `plan` says how much that is. The vectors are used again by the next
-    call, so calls must not overlap.
+    updates are recorded, T more for each function of whole tensors (hierarchical 1, small-fc 3), and a block's replay;
+    `plan` says how much that is. The vectors are used again by the next call, so calls must not overlap.
 
     Args:
         window: K, the steps of a window; None for the whole call.

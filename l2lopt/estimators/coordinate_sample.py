@@ -42,7 +42,8 @@ def mean_adjoint(whole: Layout, sample: Layout, key: str, sums: Tensor) -> MeanA
 
     Of a tensor's n coordinates m are sampled, each with the weight n/m in what it does. Two of them meet with another
     chance than one meets itself: with c = (n − 1)/(m − 1), c·Σp − (c − 1)·p_i has the mean Σp over samples even where
-    it multiplies what coordinate i has.
+    it multiplies what coordinate i has. One factor is not enough where a mean goes into another one with an adjoint:
+    three coordinates then meet, and the mean over samples is a little off.
 
     Args:
         whole: Layout of all coordinates.

@@ -16,7 +16,7 @@ Adjoints = Mapping[str, MeanAdjoint]
 
 
 def autograd_replay(update: Update) -> Replay:
-    """The replay of any update by autograd: about 0.5 KB per coordinate of the block and step for an LSTM of 20."""
+    """The replay of any update by autograd: about 0.75 KB per coordinate of the block and step for an LSTM of 20."""
 
     def replay(phi: Params, window: Window, adjoints: Adjoints) -> BlockAdjoints:
         leaves = {name: value.detach().requires_grad_() for name, value in phi.items()}
