@@ -1,4 +1,4 @@
-"""Gradients clipped to a norm, whatever their size."""
+"""Gradients clipped to a norm, whatever their size in float32."""
 
 from collections.abc import Iterable
 
@@ -11,7 +11,7 @@ from l2lopt.core.precision import double
 def clip_gradients(parameters: Iterable[Tensor], largest: float) -> Tensor:
     """`torch.nn.utils.clip_grad_norm_` also where the squares of finite gradients overflow; gives their norm.
 
-    There its norm is infinite, and the gradients that it leaves are 0.
+    There its norm is infinite, and the gradients that it leaves are 0. Here so where squares overflow in float64 alone.
 
     Args:
         parameters: Parameters, whose gradients are changed in place.
