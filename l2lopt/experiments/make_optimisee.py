@@ -89,7 +89,7 @@ def make_optimisee(
         found, remedy = f"the class {loss.__name__}", f"write {loss.__name__}()"
         raise UserError("loss", expected="a function of outputs and targets", found=found, remedy=remedy)
     training = _read(train, "train")
-    data = _split(training, test) if isinstance(test, float) else InMemory(*training, *_read(test, "test"))
+    data = _with_test(training, test)
     if batch_size is None:
         given = train.batch_size if isinstance(train, DataLoader) else None
         batch_size = min(given or 128, len(data.train_inputs))
@@ -203,6 +203,13 @@ def _first_loss(optimisee: ModuleOptimisee) -> Tensor:
     if value.requires_grad and not value.dim():
         value.backward()
     return value
+
+
+def _with_test(training: tuple[Tensor, Tensor], test: Samples | float) -> InMemory:
+    """The training samples, and those for testing, which are given or a share of them."""
+    if isinstance(test, float | int) and not isinstance(test, bool):
+        return _split(training, test)
+    return InMemory(*training, *_read(test, "test"))
 
 
 def _split(samples: tuple[Tensor, Tensor], share: float) -> InMemory:

@@ -322,7 +322,7 @@ def test_losses_that_are_no_losses_are_refused(loss, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("share", [0.0, 1.0, 0.0001, -0.5, float("nan"), float("inf")])
+@pytest.mark.parametrize("share", [0, 1, 0.0, 1.0, 0.0001, -0.5, float("nan"), float("inf")])
 def test_a_share_must_leave_samples_to_both(share):
     with pytest.raises(UserError, match="test: expected a share that leaves samples to both"):
         made(test=share)
