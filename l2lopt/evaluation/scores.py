@@ -221,6 +221,8 @@ def percentiles(resampled: Tensor) -> tuple[Tensor, Tensor]:
 def interquartile_interval(values: Tensor, again: Tensor) -> Interval:
     """The interquartile mean over all tasks and seeds with its bootstrap interval.
 
+    With few seeds it covers less than 95 %: about 90 % with five, measured on normal values of 15 tasks.
+
     Args:
         values: Value of each task and seed, [T, S].
         again: Values of each resample, [B, T, S].
@@ -240,11 +242,12 @@ def duel(a: Tensor, b: Tensor, draws: Tensor) -> Duel:
     below = int((a.mean(-1) < b.mean(-1)).sum())
     again, other = drawn(a, draws), drawn(b, draws)
     low, high = percentiles((again.mean(-1) < other.mean(-1)).sum(-1))
+    chance = float(probability_of_improvement(a, b))
     pairs = _pairs(a, b)
     # How often a draw has each seed: the S² pairs of every draw would take S times the memory.
     weights = torch.zeros(draws.shape, dtype=torch.float64).scatter_add_(-1, draws, torch.ones(draws.shape).double())
     chances = torch.einsum("bts,tsr,btr->b", weights, pairs, weights) / pairs.numel()
-    chance, (worse, better) = float(pairs.mean()), percentiles(chances)
+    worse, better = percentiles(chances)
     above = int((a.mean(-1) > b.mean(-1)).sum())
     return Duel(len(a), Interval(below, int(low), int(high)), above, Interval(chance, float(worse), float(better)))
 
