@@ -41,6 +41,8 @@ def check_lengths(lengths: Lengths, steps: int, batch: tuple[int, ...], device: 
     if given.shape != batch:
         remedy = "give one length per sequence"
         raise UserError("lengths", expected=f"shape {list(batch)}", found=f"{list(given.shape)}", remedy=remedy)
+    # T need not fit into a narrower type, and comparisons would take it for what it is there.
+    given = given.to(torch.int64)
     if torch._C._functorch.is_batchedtensor(given):
         return given.to(device)
     for index in ((given < 0) | (given > steps)).nonzero().tolist()[:1]:

@@ -130,6 +130,13 @@ def test_lengths_come_as_lists_or_tensors_and_full_ones_change_nothing():
     assert_same(stack(x, lengths=[5, 5, 5]), stack(x))
 
 
+@pytest.mark.parametrize("kind", [torch.uint8, torch.int8, torch.int16, torch.uint16])
+def test_lengths_may_have_a_type_that_cannot_hold_t(kind):
+    """T = 356 is 100 in eight bits."""
+    stack, x, lengths = grid(GRU), normal(356, 2, N), torch.tensor([100, 100])
+    assert_same(stack(x, lengths=lengths.to(kind)), stack(x, lengths=lengths))
+
+
 def test_packed_equals_padded_for_any_cell():
     stack, x, lengths = grid(Delayed, 2, True), normal(5, 3, N), [2, 5, 3]
     packed, final = stack(pack_padded_sequence(x, torch.tensor(lengths), enforce_sorted=False))
