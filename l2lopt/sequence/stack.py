@@ -120,7 +120,7 @@ class Stack(nn.Module):
         """Does nothing; it exists for code that was written for `nn.LSTM`."""
 
     def draw_masks(self, x: Tensor | PackedSequence, generator: torch.Generator | None = None) -> m.Masks:
-        """Draws masks for a call on x, of its dtype and device, in either mode.
+        """Draws masks for a call on x in either mode, with the dtype and device of what they multiply: a weight, or x.
 
         Args:
             x: Inputs of that call.
@@ -191,18 +191,24 @@ class Stack(nn.Module):
             expected, remedy = f"a parameter {absent[0]}", "leave that weight as it is, or out of weight_drop"
             found = "a weight computed from others, as by weight norm or pruning"
             raise UserError("weight_drop", expected=expected, found=found, remedy=remedy)
-        return {name: m.draw(shapes[name], share, x, generator) for name, share in shares.items()}
+        weights = self._weights()
+        # Under autocast x may have a lower precision than the weights.
+        return {name: m.draw(shapes[name], share, weights.get(name, x), generator) for name, share in shares.items()}
 
     def _mask_shapes(self, x: Tensor) -> dict[str, Sequence[int]]:
         """The shape of every mask there can be, for x [T, *batch, N]."""
-        shapes: dict[str, Sequence[int]] = {
-            f"{i}.{k}.{name}": weight.shape
+        shapes: dict[str, Sequence[int]] = {name: weight.shape for name, weight in self._weights().items()}
+        between = enumerate(self.widths[:-1])
+        return shapes | {f"dropout.{i}": (*x.shape[:-1], width) for i, width in between}
+
+    def _weights(self) -> dict[str, Tensor]:
+        """`"layer.direction.weight"` → weight."""
+        return {
+            f"{i}.{k}.{name}": weight
             for i, layer in enumerate(self._grid())
             for k, direction in enumerate(layer)
             for name, weight in direction.cell.named_parameters()
         }
-        between = enumerate(self.widths[:-1])
-        return shapes | {f"dropout.{i}": (*x.shape[:-1], width) for i, width in between}
 
     def _grid(self) -> list[list[Direction]]:
         """Per layer its directions."""

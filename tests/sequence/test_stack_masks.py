@@ -88,6 +88,18 @@ def test_gradient_reaches_the_raw_weight_through_its_mask():
     assert dict(stack.named_parameters()).keys() == dict(plain.named_parameters()).keys()
 
 
+def test_masks_of_weights_have_the_weights_precision():
+    """As under autocast, where x may be bfloat16 and 1/(1 − p) is not one of its numbers."""
+    stack = sequence.make("lstm", N, M, 2, dropout=0.3, weight_drop={"weight_h": 0.3})
+    masks = stack.draw_masks(torch.zeros(5, 2, N).bfloat16(), generator())
+    assert {name: mask.dtype for name, mask in masks.items()} == {
+        "0.0.weight_h": torch.float32,
+        "1.0.weight_h": torch.float32,
+        "dropout.0": torch.bfloat16,
+    }
+    assert set(masks["0.0.weight_h"].unique().tolist()) == {0.0, torch.ones(()).div(1 - 0.3).item()}
+
+
 def test_a_call_leaves_the_weights_alone():
     stack, x = grid(cells.LSTM, 2, weight_drop={"weight_h": 0.5}), normal(4, 2, N)
     before = {name: value.clone() for name, value in stack.state_dict().items()}
