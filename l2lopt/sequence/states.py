@@ -37,7 +37,7 @@ def split(state: StackState, initial: Sequence[CellState]) -> list[CellState]:
         initial: Initial state of each cell, for names and shapes.
 
     Raises:
-        UserError: For another form, other names or other shapes.
+        UserError: For another form, other names, other shapes or, outside autocast, another precision.
     """
     names = _torch_names(initial)
     parts: list[Mapping[str, Tensor]]
@@ -62,7 +62,17 @@ def split(state: StackState, initial: Sequence[CellState]) -> list[CellState]:
         found = {name: list(value.shape) for name, value in part.items()}
         if found != shapes:
             raise _error(f"the shapes {shapes} for cell {index}", str(found))
+        _check_precision(part, blank)
     return [{name: value.movedim(-1, 0) for name, value in part.items()} for part in parts]
+
+
+def _check_precision(part: Mapping[str, Tensor], blank: CellState) -> None:
+    """Refuses a state that has not the precision of x; under autocast it may have that of the weights."""
+    for name, value in part.items():
+        wanted = blank[name].dtype
+        if value.dtype != wanted and not torch.is_autocast_enabled(value.device.type):
+            expected, found = f"{wanted}, as x is", f"{name} of {value.dtype}"
+            raise UserError("state", expected=expected, found=found, remedy="convert it, or x")
 
 
 def _torch_names(states: Sequence[CellState]) -> tuple[str, ...] | None:

@@ -54,6 +54,24 @@ CALLS = {
 }
 
 
+@pytest.mark.parametrize("backend", ["auto", "loop"])
+@pytest.mark.parametrize("cell", [LSTM, Delayed])
+def test_a_state_of_another_precision(cell, backend):
+    stack = grid(cell, backend=backend)
+    state = torch.utils._pytree.tree_map(lambda value: value.float(), stack(X)[1])
+    with pytest.raises(
+        UserError, match=r"state: expected torch.float64, as x is, found (h|last) of torch.float32; convert"
+    ):
+        stack(X, state)
+
+
+def test_states_of_an_earlier_call_are_taken_under_autocast():
+    """They have the weights' precision, x that of the layer before."""
+    stack, x = sequence.make("gru", N, M), X.bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert stack(x, stack(x)[1])[0].isfinite().all()
+
+
 @pytest.mark.parametrize("case", CALLS)
 def test_calls(case):
     cell, arguments, options, message = CALLS[case]
