@@ -81,7 +81,8 @@ class Cell(nn.Module, ABC):
             return
         shapes = {name: tuple(value.shape) for name, value in state.items()}
         wanted = {name: (size, *x.shape[1:]) for name, size in self.state_sizes.items()}
-        if shapes != wanted:
+        # One by one: `torch.compile` cannot compare dictionaries of sizes that are symbols.
+        if shapes.keys() != wanted.keys() or any(shapes[name] != shape for name, shape in wanted.items()):
             remedy = "start with the cell's initial_state(x)"
             raise UserError("cell: state", expected=f"shapes {wanted}", found=str(shapes), remedy=remedy)
 

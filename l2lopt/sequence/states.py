@@ -60,7 +60,7 @@ def split(state: StackState, initial: Sequence[CellState]) -> list[CellState]:
     for index, (part, blank) in enumerate(zip(parts, initial, strict=True)):
         shapes = {name: list(value.movedim(0, -1).shape) for name, value in blank.items()}
         found = {name: list(value.shape) for name, value in part.items()}
-        if found != shapes:
+        if found.keys() != shapes.keys() or any(found[name] != shape for name, shape in shapes.items()):
             raise _error(f"the shapes {shapes} for cell {index}", str(found))
         _check_precision(part, blank)
     return [{name: value.movedim(-1, 0) for name, value in part.items()} for part in parts]
@@ -80,7 +80,9 @@ def _torch_names(states: Sequence[CellState]) -> tuple[str, ...] | None:
     names = next((names for names in (("h",), ("h", "c")) if states[0].keys() == set(names)), None)
     if names is None or any(state.keys() != states[0].keys() for state in states):
         return None
-    return names if len({state[name].shape for state in states for name in names}) == 1 else None
+    # Compared one by one, and in no set: sizes that are symbols, as under `torch.export`, have no hash.
+    first = states[0][names[0]].shape
+    return names if all(state[name].shape == first for state in states for name in names) else None
 
 
 def _is_mappings(state: object) -> TypeGuard[Sequence[Mapping[str, Tensor]]]:
