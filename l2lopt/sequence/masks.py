@@ -39,7 +39,7 @@ def dropped_weights(layers: Sequence[Sequence[Cell]], weight_drop: Mapping[str, 
         UserError: For a weight that no cell has, or a p outside [0, 1).
     """
     owned = {
-        f"{i}.{k}": [name for name, _ in cell.named_parameters()]
+        f"{i}.{k}": [name for name, _ in cell.named_parameters(remove_duplicate=False)]
         for i, layer in enumerate(layers)
         for k, cell in enumerate(layer)
     }
@@ -95,7 +95,7 @@ def masked(direction: nn.Module, place: str, masks: Mapping[str, Tensor]) -> dic
         place: Prefix of its masks' names, `"layer.direction."`.
         masks: name → mask.
     """
-    parameters = direction.named_parameters()
+    parameters = direction.named_parameters(remove_duplicate=False)
     named = ((name, weight, place + name.removeprefix("cell.")) for name, weight in parameters)
     # A product on autograd's tape: the gradient reaches the unmasked parameter.
     return {name: weight * masks[mask] for name, weight, mask in named if mask in masks}

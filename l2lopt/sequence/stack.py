@@ -174,9 +174,11 @@ class Stack(nn.Module):
             for k, direction in enumerate(layer):
                 weights = m.masked(direction, f"{i}.{k}.", masks)
                 given = x, next(states), alive
-                # Replaced for this call alone, so that the parameters stay unmasked. `torch.jit.trace` refuses a
-                # replacement, even one of nothing.
-                output, final = functional_call(direction, weights, given) if weights else direction(*given)
+                # Replaced for this call alone, so that the parameters stay unmasked, and by name, so that a mask of one
+                # of two tied weights leaves the other. `torch.jit.trace` refuses a replacement, even one of nothing.
+                output, final = (
+                    functional_call(direction, weights, given, tie_weights=False) if weights else direction(*given)
+                )
                 outputs.append(output)
                 finals.append(final)
             x = torch.cat([o.movedim(1, -1) for o in outputs], -1).movedim(-1, 1) if len(outputs) > 1 else outputs[0]
@@ -207,7 +209,7 @@ class Stack(nn.Module):
             f"{i}.{k}.{name}": weight
             for i, layer in enumerate(self._grid())
             for k, direction in enumerate(layer)
-            for name, weight in direction.cell.named_parameters()
+            for name, weight in direction.cell.named_parameters(remove_duplicate=False)
         }
 
     def _grid(self) -> list[list[Direction]]:

@@ -1,4 +1,4 @@
-"""oneDNN's packed products are tried out once a process: the trial leaves no trace and does not depend on the moment."""
+"""oneDNN's packed products are tried out once a process, which leaves no trace and does not depend on the moment."""
 
 import pytest
 import torch
