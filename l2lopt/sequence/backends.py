@@ -102,7 +102,7 @@ def _watched(module: nn.Module) -> bool:
     """Whether a call of the module does more than its class's `forward`, or computes its weights from others."""
     # A hand-derived pass reads the weights and never calls the cell, so it would skip hooks without a word.
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    of_all = nn_module._has_any_global_hook()  # type: ignore[no-untyped-call]  # PyTorch has no types here
+    of_all = nn_module._has_any_global_hook()
     return any(hooks) or of_all or "forward" in vars(module) or is_parametrized(module)
 
 
