@@ -61,6 +61,9 @@ def dropped_weights(layers: Sequence[Sequence[Cell]], weight_drop: Mapping[str, 
 
 def draw(shape: Sequence[int], share: float, like: Tensor, generator: torch.Generator | None) -> Tensor:
     """A mask: 0 with probability p = `share`, else 1/(1 − p); the draws of `torch.nn.functional.dropout`."""
+    if generator is None and torch._C._are_functorch_transforms_active():
+        # `vmap` with a draw for each row cannot draw into the memory of one.
+        return nn.functional.dropout(torch.ones(tuple(shape), dtype=like.dtype, device=like.device), share)
     mask = torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
     return mask.bernoulli_(1 - share, generator=generator).div_(1 - share)
 

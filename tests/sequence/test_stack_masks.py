@@ -139,3 +139,12 @@ def test_a_loss_with_masks_passed_in_is_pure_and_maps():
     for row, (x, masks) in enumerate(zip(xs, drawn, strict=True)):
         assert_close({name: value[row] for name, value in mapped.items()}, grad(loss)(weights, x, masks))
         assert_same(grad(loss)(weights, x, masks), grad(loss)(weights, x, masks))
+
+
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_masks_are_drawn_within_vmap(randomness):
+    stack, x = grid(GRU, 2, weight_drop={"weight_h": 0.5}, dropout=0.5), normal(5, 2, N).expand(3, 5, 2, N)
+    rows = vmap(lambda x: stack(x)[0], randomness=randomness)(x)
+    assert torch.equal(rows[0], rows[1]) == (randomness == "same")
+    with pytest.raises(RuntimeError, match="randomness"):
+        vmap(lambda x: stack(x)[0])(x)
