@@ -24,7 +24,8 @@ def join(states: Sequence[CellState]) -> StackState:
     outside = [{name: value.movedim(0, -1) for name, value in state.items()} for state in states]
     names = _torch_names(states)
     if names is None:
-        return outside
+        # Copies, as those in PyTorch's form are: a T-LSTM's state is the last input itself.
+        return [{name: value.clone() for name, value in state.items()} for state in outside]
     h, *c = (torch.stack([state[name] for state in outside]) for name in names)
     return (h, c[0]) if c else h
 

@@ -244,3 +244,16 @@ def test_code_for_torchs_layers_finds_what_it_looks_for(bidirectional):
     assert stack(torch.zeros(4, 2, 3), (start, start))[0].shape == (4, 2, 5 * (1 + bidirectional))
     lengths = np.array([4, 2])
     assert stack(torch.zeros(4, 2, 3), lengths=lengths)[0].equal(stack(torch.zeros(4, 2, 3), lengths=[4, 2])[0])
+
+
+@pytest.mark.parametrize("backend", ["auto", "loop"])
+def test_the_final_state_may_be_changed_in_place(backend):
+    """That of a T-LSTM holds the last input."""
+    stack, x = sequence.make("t-lstm", N, M, backend=backend), torch.ones(5, 2, N)
+    stack(x)[1][0]["x"].zero_()
+    assert x.all()
+
+
+def test_a_printed_layer_shows_its_sizes():
+    lines = str(sequence.make("ihc-lstm", N, M)) + str(sequence.make("leaky", N, M))
+    assert all(part in lines for part in ("Simplified(\n", f"LSTMCore({N}, {M})", f"Leaky({N}, {M})", f"{N}, {M}\n"))
