@@ -245,6 +245,11 @@ def test_checkpointing_gives_the_same_gradient(name):
     laws.assert_same(*gradients)
 
 
+def test_a_layer_that_is_to_take_the_loop_says_so():
+    stack = sequence.make("lstm", N, M, backend="loop")
+    assert stack.backends(torch.zeros(5, 2, N)) == {"0.0": ("loop", "backend='loop' was chosen")}
+
+
 def test_the_meta_device_takes_the_loop():
     assert sequence.make("lstm", 4, 3).to("meta")(torch.empty(5, 2, 4, device="meta"))[0].shape == (5, 2, 3)
 
