@@ -74,18 +74,27 @@ def make(name: str, input_size: int, hidden_size: int, **options: Any) -> Cell:
         options: Options of that cell, such as `biases="two"` for an LSTM.
 
     Raises:
-        UserError: For an unknown name or option; it lists the known ones.
+        UserError: For an unknown name or option, of which it lists the known ones, and for what makes no `Cell`.
     """
     check_sizes(input_size, hidden_size)
     table = CELLS | PAIR_CELLS
-    cell: Cell = registry.make(table, "cell", name, input_size=input_size, hidden_size=hidden_size, **options)
+    made = registry.make(table, "cell", name, input_size=input_size, hidden_size=hidden_size, **options)
+    cell: Cell = registry.checked_kind("cell", name, made, Cell)
     return cell
 
 
-def build(choice: Choice, input_size: int, hidden_size: int) -> Cell:
-    """Builds the cell of a choice: a name in `CELLS`, or a mapping of its name and options."""
+def build(choice: Choice, input_size: int, hidden_size: int, with_pairs: bool = False) -> Cell:
+    """Builds the cell of a choice: a name in `CELLS`, or a mapping of its name and options.
+
+    Args:
+        choice: Name, or mapping.
+        input_size: N.
+        hidden_size: M.
+        with_pairs: Whether the names in `PAIR_CELLS` are known too.
+    """
     check_sizes(input_size, hidden_size)
-    made = registry.build(CELLS, "cell", choice, input_size=input_size, hidden_size=hidden_size)
+    table = CELLS | PAIR_CELLS if with_pairs else CELLS
+    made = registry.build(table, "cell", choice, input_size=input_size, hidden_size=hidden_size)
     cell: Cell = registry.checked_kind("cell", choice, made, Cell)
     return cell
 

@@ -69,6 +69,10 @@ class Cell(nn.Module, ABC):
             UserError: For shapes that do not fit.
         """
 
+    def extra_repr(self) -> str:
+        """N and M, which `print` shows."""
+        return f"{self.input_size}, {self.hidden_size}"
+
     def check(self, x: Tensor, state: CellState | None = None) -> None:
         """Refuses an x that is not [N, ...], and a state whose columns are not those of x.
 
@@ -79,10 +83,15 @@ class Cell(nn.Module, ABC):
             raise UserError("cell: x", expected=f"{self.input_size} features on axis 0", found=found, remedy=remedy)
         if state is None:
             return
+        remedy = "start with the cell's initial_state(x)"
+        given: object = state  # whatever a caller takes for a state, such as PyTorch's pair
+        if not isinstance(given, Mapping):
+            expected, found = f"a mapping of {', '.join(self.state_sizes)}", f"a {type(given).__name__}"
+            raise UserError("cell: state", expected=expected, found=found, remedy=remedy)
         shapes = {name: tuple(value.shape) for name, value in state.items()}
         wanted = {name: (size, *x.shape[1:]) for name, size in self.state_sizes.items()}
-        if shapes != wanted:
-            remedy = "start with the cell's initial_state(x)"
+        # One by one: `torch.compile` cannot compare dictionaries of sizes that are symbols.
+        if shapes.keys() != wanted.keys() or any(shapes[name] != shape for name, shape in wanted.items()):
             raise UserError("cell: state", expected=f"shapes {wanted}", found=str(shapes), remedy=remedy)
 
 

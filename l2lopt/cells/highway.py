@@ -41,6 +41,11 @@ class Core(nn.Module, ABC):
         self.weight_x = uniform(hidden_size, hidden_size, input_size)
         self.gate_bias = constant(gate_bias, self.bias_start, hidden_size)
 
+    def extra_repr(self) -> str:
+        """N and M, which `print` shows."""
+        hidden_size, input_size = self.weight_x.shape
+        return f"{input_size}, {hidden_size}"
+
     @abstractmethod
     def forward(self, v: Tensor, x: Tensor, state: CellState) -> tuple[Tensor, CellState]:
         """One time step: v and x [N, ...] and the state to the output [M, ...] and the next state."""

@@ -27,6 +27,11 @@ class Stacked(Cell):
                 raise UserError("stacked: input_size", expected=str(below.hidden_size), found=found, remedy=remedy)
         self.layers = nn.ModuleList(layers)
 
+    @property
+    def recurrent_weights(self) -> tuple[str, ...]:
+        """Those of all layers."""
+        return tuple(f"layers.{k}.{name}" for k, cell in enumerate(self.cells()) for name in cell.recurrent_weights)
+
     def forward(self, x: Tensor, state: CellState) -> tuple[Tensor, CellState]:
         """One time step through all layers."""
         self.check(x, state)

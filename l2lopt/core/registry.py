@@ -147,6 +147,11 @@ def build(table: Table, kind: str, choice: Choice, /, **extra: Any) -> Any:
     Raises:
         UserError: For what `make` refuses, and for a mapping without a name or with one of the caller's options.
     """
+    given: object = choice  # whatever a caller takes for a choice, such as a class
+    if not isinstance(given, str | Mapping):
+        remedy = by_name(given) or f"give the name of a {kind}"
+        found = repr(given) if isinstance(given, type) else f"a {type(given).__name__}"
+        raise UserError(kind, expected="a name or a table with the key 'name'", found=found, remedy=remedy)
     options = {"name": choice} if isinstance(choice, str) else dict(choice)
     name = options.pop("name", None)
     if not isinstance(name, str):

@@ -5,7 +5,7 @@
 
 from collections.abc import Mapping
 
-from l2lopt.cells import CELLS, PAIR_CELLS
+from l2lopt import cells
 from l2lopt.core import registry
 from l2lopt.core.errors import UserError
 from l2lopt.sequence.backends import backend, run
@@ -31,6 +31,8 @@ def make(
 ) -> Stack:
     """A `Stack` of one kind of cell, built and called like `nn.LSTM(input_size, hidden_size, num_layers, ...)`.
 
+    Biases are an option of some cells; for `device` and `dtype` there is `.to(...)`.
+
     Example:
         >>> import torch
         >>> from l2lopt import sequence
@@ -49,7 +51,7 @@ def make(
         bidirectional: Whether each layer has a second cell for the reverse direction; layers above the first then read
             2M features.
         batch_first: Whether the batch is the first axis of inputs and outputs, [B, T, ·] instead of [T, B, ·].
-        dropout: Probability p in [0, 1) of dropout between layers.
+        dropout: Probability p in [0, 1) of dropout between layers; a single layer has none.
         weight_drop: Weight of the cells → probability p in [0, 1) of weight drop, see `Stack`.
         backend: Pass over time: "auto", "fast" or "loop", see `backends.run`.
 
@@ -62,8 +64,7 @@ def make(
     sizes = [hidden_size] * (num_layers - 1) + [hidden_size if output_size is None else output_size]
     below = [input_size] + [directions * size for size in sizes[:-1]]
     layers = [
-        [registry.build(CELLS | PAIR_CELLS, "cell", cell, input_size=n, hidden_size=m) for _ in range(directions)]
-        for n, m in zip(below, sizes, strict=True)
+        [cells.build(cell, n, m, with_pairs=True) for _ in range(directions)] for n, m in zip(below, sizes, strict=True)
     ]
     return Stack(layers, dropout=dropout, weight_drop=weight_drop, batch_first=batch_first, backend=backend)
 

@@ -6,6 +6,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn.modules import module as nn_module
 from torch.nn.utils.parametrize import is_parametrized
 
 from l2lopt.cells import LSTM, Cell, CellState, Stacked
@@ -18,9 +19,8 @@ RUNS: dict[str, Run] = {
     "by-hand": by_hand.run,
     "graph": graphed.run,
     "torch": torch_lstm.run,
-    "loop": loop.run,
 }
-"""Name → `run(cell, x, state, lengths, reverse)`; all give the same numbers, some in float32 under autocast."""
+"""Name → `run(cell, x, state, lengths, reverse)`; all give the loop's numbers, some in float32 under autocast."""
 
 
 def check_backend(backend: str) -> str:
@@ -36,14 +36,15 @@ def check_backend(backend: str) -> str:
 
 
 def backend(cell: Cell, x: Tensor, lengths: Tensor | None = None) -> tuple[str, str | None]:
-    """The name in `RUNS` that "auto" takes for a call at this moment, and the reason if it is "loop".
+    """What "auto" takes for a call at this moment: a name in `RUNS`; or "loop", and the reason.
 
     On a CPU "by-hand"; on a GPU "torch" for an LSTM without lengths (cuDNN's kernel), otherwise "graph"; neither of the
     two has a second derivative, and neither has been timed. "loop" under `torch.func`, `vmap`, forward-mode
-    differentiation, `torch.compile` and `torch.jit.trace`, for cells without a hand-derived pass, with hooks or with
-    parametrizations (pruning, spectral norm), on the meta device, and for mixed precisions outside autocast. Whether a
-    second derivative is wanted is known during the backward pass only: "by-hand" then runs the loop again, on
-    autograd's tape.
+    differentiation, `torch.compile` and `torch.jit.trace`, for cells without a hand-derived pass, with hooks (those of
+    all modules too), with a `forward` of the instance's own, with parametrizations (pruning, spectral norm) or with
+    weights that are no parameters, on the meta device, and for mixed precisions outside autocast. Whether a second
+    derivative or a batch of gradients is wanted is known during the backward pass only: "by-hand" then runs the loop
+    again, on autograd's tape.
 
     Args:
         cell: Cell to run.
@@ -76,14 +77,17 @@ def backend(cell: Cell, x: Tensor, lengths: Tensor | None = None) -> tuple[str, 
 
 def refusal(cell: Cell, x: Tensor) -> str | None:
     """The reason why a cell has no hand-derived pass over such inputs; None if it has one."""
-    if type(cell) is Stacked:
-        return next((reason for layer in cell.cells() if (reason := refusal(layer, x))), None)
+    # First, as the cells of a `Stacked` are asked one by one, and never it itself.
     if any(_watched(part) for part in cell.modules()):
         return "hooks or parametrizations are at work"
+    if type(cell) is Stacked:
+        return next((reason for layer in cell.cells() if (reason := refusal(layer, x))), None)
     sweep = by_hand.plan(cell)
     if isinstance(sweep, str):
         return sweep
     kinds = {(value.dtype, value.device) for value in cell.parameters()}
+    if not kinds or any(_lacks_parameters(part) for part in cell.modules()):
+        return "a weight is no parameter of the cell"
     if len(kinds) > 1:
         return "the weights are of several precisions or on several devices"
     ((dtype, device),) = kinds
@@ -95,10 +99,19 @@ def refusal(cell: Cell, x: Tensor) -> str | None:
 
 
 def _watched(module: nn.Module) -> bool:
-    """Whether a call of the module does more than its `forward`, or computes its weights from others."""
+    """Whether a call of the module does more than its class's `forward`, or computes its weights from others."""
     # A hand-derived pass reads the weights and never calls the cell, so it would skip hooks without a word.
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks) or is_parametrized(module)
+    of_all = nn_module._has_any_global_hook()
+    return any(hooks) or of_all or "forward" in vars(module) or is_parametrized(module)
+
+
+def _lacks_parameters(module: nn.Module) -> bool:
+    """Whether one of a module's parameters was taken away, or replaced by a buffer or a plain tensor."""
+    # A hand-derived pass knows the cell's parameters alone. FSDP with flat parameters and the replicas of
+    # `nn.DataParallel` have tensors in their place.
+    removed = None in module._parameters.values()
+    return removed or bool(module._buffers) or any(isinstance(value, Tensor) for value in vars(module).values())
 
 
 def run(

@@ -39,7 +39,7 @@ def dropped_weights(layers: Sequence[Sequence[Cell]], weight_drop: Mapping[str, 
         UserError: For a weight that no cell has, or a p outside [0, 1).
     """
     owned = {
-        f"{i}.{k}": [name for name, _ in cell.named_parameters()]
+        f"{i}.{k}": [name for name, _ in cell.named_parameters(remove_duplicate=False)]
         for i, layer in enumerate(layers)
         for k, cell in enumerate(layer)
     }
@@ -61,6 +61,9 @@ def dropped_weights(layers: Sequence[Sequence[Cell]], weight_drop: Mapping[str, 
 
 def draw(shape: Sequence[int], share: float, like: Tensor, generator: torch.Generator | None) -> Tensor:
     """A mask: 0 with probability p = `share`, else 1/(1 − p); the draws of `torch.nn.functional.dropout`."""
+    if generator is None and torch._C._are_functorch_transforms_active():
+        # `vmap` with a draw for each row cannot draw into the memory of one.
+        return nn.functional.dropout(torch.ones(tuple(shape), dtype=like.dtype, device=like.device), share)
     mask = torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
     return mask.bernoulli_(1 - share, generator=generator).div_(1 - share)
 
@@ -95,7 +98,7 @@ def masked(direction: nn.Module, place: str, masks: Mapping[str, Tensor]) -> dic
         place: Prefix of its masks' names, `"layer.direction."`.
         masks: name → mask.
     """
-    parameters = direction.named_parameters()
+    parameters = direction.named_parameters(remove_duplicate=False)
     named = ((name, weight, place + name.removeprefix("cell.")) for name, weight in parameters)
     # A product on autograd's tape: the gradient reaches the unmasked parameter.
     return {name: weight * masks[mask] for name, weight, mask in named if mask in masks}

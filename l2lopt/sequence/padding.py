@@ -27,10 +27,16 @@ def check_lengths(lengths: Lengths, steps: int, batch: tuple[int, ...], device: 
         UserError: For a number of lengths other than the number of sequences, and for a length that is no whole number
             or outside [0, T].
     """
-    given = (
+    try:
         # An empty list would become floating-point numbers, which are refused below.
-        lengths if isinstance(lengths, Tensor) else torch.tensor(lengths, dtype=None if len(lengths) else torch.int64)
-    )
+        given = (
+            lengths
+            if isinstance(lengths, Tensor)
+            else torch.tensor(lengths, dtype=None if len(lengths) else torch.int64)
+        )
+    except (RuntimeError, TypeError, ValueError):
+        expected, remedy = "whole numbers, one for each sequence", "give a list or a tensor of them"
+        raise UserError("lengths", expected=expected, found=repr(lengths), remedy=remedy) from None
     if not batch:
         remedy = "leave lengths out, or give x a batch axis"
         raise UserError(
@@ -41,6 +47,8 @@ def check_lengths(lengths: Lengths, steps: int, batch: tuple[int, ...], device: 
     if given.shape != batch:
         remedy = "give one length per sequence"
         raise UserError("lengths", expected=f"shape {list(batch)}", found=f"{list(given.shape)}", remedy=remedy)
+    # T need not fit into a narrower type, and comparisons would take it for what it is there.
+    given = given.to(torch.int64)
     if torch._C._functorch.is_batchedtensor(given):
         return given.to(device)
     for index in ((given < 0) | (given > steps)).nonzero().tolist()[:1]:

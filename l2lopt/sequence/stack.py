@@ -12,7 +12,7 @@ from l2lopt.cells import Cell
 from l2lopt.core.errors import UserError
 from l2lopt.sequence import masks as m
 from l2lopt.sequence.backends import Direction, backend, check_backend
-from l2lopt.sequence.checks import check_input, check_layers, width
+from l2lopt.sequence.checks import check_input, check_layers, check_precision, width
 from l2lopt.sequence.padding import Lengths, check_lengths, pack_like, unpack
 from l2lopt.sequence.states import StackState, join, split
 
@@ -89,16 +89,16 @@ class Stack(nn.Module):
         Raises:
             UserError: For an input, a state, lengths or masks that do not fit.
         """
+        padded, own = self._time_first(x)
+        check_precision(padded, self.layers[0])
         if isinstance(x, PackedSequence):
             if lengths is not None:
                 remedy = "leave lengths out"
                 raise UserError("lengths", expected="none with packed x, which has them", found="some", remedy=remedy)
-            padded, own = unpack(x)
-            check_input(padded, self.input_size)
+            assert own is not None
             output, final = self._run(padded, state, own, masks)
             return pack_like(x, output, own), final
-        check_input(x, self.input_size)
-        output, final = self._run(x.movedim(-2, 0) if self.batch_first else x, state, lengths, masks)
+        output, final = self._run(padded, state, lengths, masks)
         return output.movedim(0, -2) if self.batch_first else output, final
 
     @property
@@ -120,7 +120,7 @@ class Stack(nn.Module):
         """Does nothing; it exists for code that was written for `nn.LSTM`."""
 
     def draw_masks(self, x: Tensor | PackedSequence, generator: torch.Generator | None = None) -> m.Masks:
-        """Draws masks for a call on x, of its dtype and device, in either mode.
+        """Draws masks for a call on x in either mode, with the dtype and device of what they multiply: a weight, or x.
 
         Args:
             x: Inputs of that call.
@@ -129,30 +129,31 @@ class Stack(nn.Module):
         Raises:
             UserError: For a weight to drop that has become a function of others, such as a weight-normed one.
         """
-        if isinstance(x, PackedSequence):
-            x = unpack(x)[0]
-        elif self.batch_first:
-            x = x.movedim(-2, 0)
-        return self._draw(x, generator)
+        return self._draw(self._time_first(x)[0], generator)
 
     def backends(self, x: Tensor | PackedSequence, lengths: Lengths | None = None) -> dict[str, tuple[str, str | None]]:
-        """The pass that "auto" takes for a call on x at this moment, and the reason if it is the loop.
+        """The pass that a call on x takes at this moment, and the reason if it is the loop.
 
         `"layer.direction"` → (name, reason), see `backends.backend`.
         """
-        if isinstance(x, PackedSequence):
-            x, lengths = unpack(x)
-        elif self.batch_first:
-            x = x.movedim(-2, 0)
+        x, own = self._time_first(x)
         steps, *batch = x.shape[:-1]
-        some = None if lengths is None else torch.empty(batch)
+        some = None if lengths is None and own is None else torch.empty(batch)
         # One number, expanded: the choice depends on shape, precision and device, not on values.
         one = x.new_empty(1)
         return {
-            f"{i}.{k}": backend(direction.cell, one.expand(steps, direction.cell.input_size, *batch), some)
+            f"{i}.{k}": ("loop", "backend='loop' was chosen")
+            if direction.choice == "loop"
+            else backend(direction.cell, one.expand(steps, direction.cell.input_size, *batch), some)
             for i, layer in enumerate(self._grid())
             for k, direction in enumerate(layer)
         }
+
+    def _time_first(self, x: Tensor | PackedSequence) -> tuple[Tensor, Tensor | None]:
+        """The inputs as [T, *batch, N], of a fitting shape, and the lengths of packed ones."""
+        padded, lengths = unpack(x) if isinstance(x, PackedSequence) else (x, None)
+        check_input(padded, self.input_size)
+        return padded.movedim(-2, 0) if self.batch_first and lengths is None else padded, lengths
 
     def _run(
         self, x: Tensor, state: StackState | None, lengths: Lengths | None, masks: Mapping[str, Tensor] | None
@@ -174,9 +175,11 @@ class Stack(nn.Module):
             for k, direction in enumerate(layer):
                 weights = m.masked(direction, f"{i}.{k}.", masks)
                 given = x, next(states), alive
-                # Replaced for this call alone, so that the parameters stay unmasked. `torch.jit.trace` refuses a
-                # replacement, even one of nothing.
-                output, final = functional_call(direction, weights, given) if weights else direction(*given)
+                # Replaced for this call alone, so that the parameters stay unmasked, and by name, so that a mask of one
+                # of two tied weights leaves the other. `torch.jit.trace` refuses a replacement, even one of nothing.
+                output, final = (
+                    functional_call(direction, weights, given, tie_weights=False) if weights else direction(*given)
+                )
                 outputs.append(output)
                 finals.append(final)
             x = torch.cat([o.movedim(1, -1) for o in outputs], -1).movedim(-1, 1) if len(outputs) > 1 else outputs[0]
@@ -191,18 +194,24 @@ class Stack(nn.Module):
             expected, remedy = f"a parameter {absent[0]}", "leave that weight as it is, or out of weight_drop"
             found = "a weight computed from others, as by weight norm or pruning"
             raise UserError("weight_drop", expected=expected, found=found, remedy=remedy)
-        return {name: m.draw(shapes[name], share, x, generator) for name, share in shares.items()}
+        weights = self._weights()
+        # Under autocast x may have a lower precision than the weights.
+        return {name: m.draw(shapes[name], share, weights.get(name, x), generator) for name, share in shares.items()}
 
     def _mask_shapes(self, x: Tensor) -> dict[str, Sequence[int]]:
         """The shape of every mask there can be, for x [T, *batch, N]."""
-        shapes: dict[str, Sequence[int]] = {
-            f"{i}.{k}.{name}": weight.shape
-            for i, layer in enumerate(self._grid())
-            for k, direction in enumerate(layer)
-            for name, weight in direction.cell.named_parameters()
-        }
+        shapes: dict[str, Sequence[int]] = {name: weight.shape for name, weight in self._weights().items()}
         between = enumerate(self.widths[:-1])
         return shapes | {f"dropout.{i}": (*x.shape[:-1], width) for i, width in between}
+
+    def _weights(self) -> dict[str, Tensor]:
+        """`"layer.direction.weight"` → weight."""
+        return {
+            f"{i}.{k}.{name}": weight
+            for i, layer in enumerate(self._grid())
+            for k, direction in enumerate(layer)
+            for name, weight in direction.cell.named_parameters(remove_duplicate=False)
+        }
 
     def _grid(self) -> list[list[Direction]]:
         """Per layer its directions."""

@@ -24,7 +24,8 @@ def join(states: Sequence[CellState]) -> StackState:
     outside = [{name: value.movedim(0, -1) for name, value in state.items()} for state in states]
     names = _torch_names(states)
     if names is None:
-        return outside
+        # Copies, as those in PyTorch's form are: a T-LSTM's state is the last input itself.
+        return [{name: value.clone() for name, value in state.items()} for state in outside]
     h, *c = (torch.stack([state[name] for state in outside]) for name in names)
     return (h, c[0]) if c else h
 
@@ -37,7 +38,7 @@ def split(state: StackState, initial: Sequence[CellState]) -> list[CellState]:
         initial: Initial state of each cell, for names and shapes.
 
     Raises:
-        UserError: For another form, other names or other shapes.
+        UserError: For another form, other names, other shapes or, outside autocast, another precision.
     """
     names = _torch_names(initial)
     parts: list[Mapping[str, Tensor]]
@@ -60,9 +61,19 @@ def split(state: StackState, initial: Sequence[CellState]) -> list[CellState]:
     for index, (part, blank) in enumerate(zip(parts, initial, strict=True)):
         shapes = {name: list(value.movedim(0, -1).shape) for name, value in blank.items()}
         found = {name: list(value.shape) for name, value in part.items()}
-        if found != shapes:
+        if found.keys() != shapes.keys() or any(found[name] != shape for name, shape in shapes.items()):
             raise _error(f"the shapes {shapes} for cell {index}", str(found))
+        _check_precision(part, blank)
     return [{name: value.movedim(-1, 0) for name, value in part.items()} for part in parts]
+
+
+def _check_precision(part: Mapping[str, Tensor], blank: CellState) -> None:
+    """Refuses a state that has not the precision of x; under autocast it may have that of the weights."""
+    for name, value in part.items():
+        wanted = blank[name].dtype
+        if value.dtype != wanted and not torch.is_autocast_enabled(value.device.type):
+            expected, found = f"{wanted}, as x is", f"{name} of {value.dtype}"
+            raise UserError("state", expected=expected, found=found, remedy="convert it, or x")
 
 
 def _torch_names(states: Sequence[CellState]) -> tuple[str, ...] | None:
@@ -70,7 +81,9 @@ def _torch_names(states: Sequence[CellState]) -> tuple[str, ...] | None:
     names = next((names for names in (("h",), ("h", "c")) if states[0].keys() == set(names)), None)
     if names is None or any(state.keys() != states[0].keys() for state in states):
         return None
-    return names if len({state[name].shape for state in states for name in names}) == 1 else None
+    # Compared one by one, and in no set: sizes that are symbols, as under `torch.export`, have no hash.
+    first = states[0][names[0]].shape
+    return names if all(state[name].shape == first for state in states for name in names) else None
 
 
 def _is_mappings(state: object) -> TypeGuard[Sequence[Mapping[str, Tensor]]]:

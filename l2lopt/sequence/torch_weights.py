@@ -18,8 +18,9 @@ CONVERSIONS: dict[type[nn.RNNBase], Callable[[nn.RNNBase, dict[str, Tensor]], Ce
 def from_torch(module: nn.RNNBase) -> Stack:
     """A stack that is called like `module` and computes the same, with copies of its weights.
 
-    A module without biases becomes a stack with biases of zero, which are trained. Frozen weights stay frozen; the two
-    biases of a gate, where ours has one, only together. Of a weight that is pruned or parametrised (weight norm) the
+    A module without biases becomes a stack with biases of zero, which are trained. Of an `nn.RNN`'s two biases the sum
+    is copied into the one that ours has, which moves half as fast in training. Frozen weights stay frozen; biases that
+    become one, only together. Of a weight that is pruned or parametrised (weight norm) the
     value is copied that it has now, without the mask or the norm. What the module calls `hx`, the stack calls `state`.
 
     Example:
@@ -65,14 +66,16 @@ def _weights(module: nn.RNNBase, suffix: str) -> dict[str, Tensor]:
 
 
 def _lstm(module: nn.RNNBase, weights: dict[str, Tensor]) -> Cell:
-    """Our gates have PyTorch's order; its two biases act through their sum alone."""
-    return _filled(cells.make("lstm", *_sizes(weights)), _one_bias(weights))
+    """Our gates have PyTorch's order. Two biases act through their sum alone, but each is trained."""
+    if not module.bias:
+        return _filled(cells.make("lstm", *_sizes(weights)), _one_bias(weights))
+    return _filled(cells.make("lstm", *_sizes(weights), biases="two"), _two_biases(weights))
 
 
 def _gru(module: nn.RNNBase, weights: dict[str, Tensor]) -> Cell:
     """Both biases are needed: the reset gate multiplies one of them."""
     cell = cells.make("gru", *_sizes(weights), update="kept", reset="after", biases="two")
-    return _filled(cell, _one_bias(weights) | {"bias": weights["bias_ih"], "bias_h": weights["bias_hh"]})
+    return _filled(cell, _two_biases(weights))
 
 
 def _rnn(module: nn.RNNBase, weights: dict[str, Tensor]) -> Cell:
@@ -88,6 +91,11 @@ def _one_bias(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """The weights under our names, the biases summed."""
     bias = weights["bias_ih"] + weights["bias_hh"]
     return {"weight_x": weights["weight_ih"], "weight_h": weights["weight_hh"], "bias": bias}
+
+
+def _two_biases(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights under our names."""
+    return _one_bias(weights) | {"bias": weights["bias_ih"], "bias_h": weights["bias_hh"]}
 
 
 def _filled(cell: Cell, values: dict[str, Tensor]) -> Cell:

@@ -77,7 +77,7 @@ def generating(model: Draw, choice: str) -> Run:
     params, z = model.init(0)[0], model._noise(IMAGES, "benchmark")
 
     def run() -> object:
-        with patch("optimisees.draw_network.sequence.run", partial(sequence.run, choice=choice)):
+        with patch.object(sequence, "run", partial(sequence.run, choice=choice)):
             return model.painted_with(params, z)
 
     return run

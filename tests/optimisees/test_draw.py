@@ -1,5 +1,6 @@
 """DRAW: the loss by a transcription with loops, its counts, and what can be done with a trained one."""
 
+import importlib
 import math
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from l2lopt import cells
 from l2lopt.core.errors import UserError
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import TrainConfig
+from l2lopt.sequence import loop
 from optimisees import Draw, InMemory
 from optimisees.draw import network as draw_network
 from optimisees.draw.model import half
@@ -379,3 +381,18 @@ def test_generation_takes_the_fast_path(monkeypatch):
     monkeypatch.setattr(type(model.network.decoder), "forward", None)
     model.sample_images(model.init(0)[0], 5)
     assert found == [(3, 3, 5)]
+
+
+def test_the_benchmark_times_what_it_says(monkeypatch):
+    """Its two ways of generation, the loop and the hand-derived pass, give one image; only one of them loops."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    benchmark = importlib.import_module("bench_draw")
+    monkeypatch.setattr(benchmark, "IMAGES", 25)
+    model = benchmark.model_of("small", "lstm")
+    benchmark.checked(model)
+    called = []
+    monkeypatch.setattr(loop, "run", lambda *given, whole=loop.run: called.append(given) or whole(*given))
+    for choice, times in (("fast", 0), ("loop", 1)):
+        called.clear()
+        benchmark.generating(model, choice)()
+        assert len(called) == times

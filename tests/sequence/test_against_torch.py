@@ -137,6 +137,20 @@ def test_from_torch_keeps_options_and_copies():
     assert torch.equal(ours(x)[0], before)
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_from_torch_trains_as_the_layer_does(kind):
+    """Of two biases that act through their sum each moves."""
+    theirs, x = kind(N, M, 2).double(), normal(6, 3, N)
+    ours = from_torch(theirs)
+    for layer in (theirs, ours):
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            layer(x)[0].square().sum().backward()
+            optimizer.step()
+    assert_close(ours(x), theirs(x))
+
+
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize("bias", [True, False])
 def test_from_torch_leaves_frozen_what_is_frozen(kind, bias):

@@ -112,6 +112,21 @@ def test_gradcheck(label):
     assert torch.autograd.gradcheck(function, tuple(given.values()), fast_mode=True)
 
 
+def test_adjoints_beyond_the_end_of_another_sequence_cost_no_digits():
+    """One of 1e8 there, beside one of 1 before, in single precision, in a cell that forgets its state."""
+    cell = seeded(cells.make("fastgrnn", N, M)).float()
+    with torch.no_grad():
+        cell.weight_h.zero_()
+        cell.bias[:M] = -30.0
+    found = []
+    for way in (run, loop.run):
+        x = normal(3, N, 2).float().requires_grad_()
+        outputs, _ = way(cell, x, cell.initial_state(x[0]), torch.tensor([3, 2]))
+        gradient = torch.autograd.grad(outputs[1, :, 0].sum() + 1e8 * outputs[2, :, 0].sum(), x)[0]
+        found.append(gradient[1, :, 0])
+    assert_close(*found, tolerance=1e-5)
+
+
 @given(
     name=st.sampled_from([name for name in NAMES if name != "stacked"]),
     sizes=st.tuples(st.integers(1, 9), st.integers(1, 9)),

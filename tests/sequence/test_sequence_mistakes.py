@@ -27,6 +27,9 @@ CALLS = {
     "truth": (GRU, (X,), {"lengths": torch.ones(3).bool()}, "lengths: expected whole numbers, found torch.bool; give"),
     "single": (GRU, (X[:, 0],), {"lengths": [5]}, r"lengths: expected none for a single.*, found \[5\]; leave"),
     "packed": (GRU, (PACKED,), {"lengths": [5, 2, 1]}, "lengths: expected none with packed x.*, found some; leave"),
+    "one number": (GRU, (X,), {"lengths": 5}, "lengths: expected whole numbers, one for each sequence, found 5; give"),
+    "ragged": (GRU, (X,), {"lengths": [[5], [2, 1], [1]]}, "lengths: expected whole numbers, one .*; give"),
+    "words": (GRU, (X,), {"lengths": ["a", "b", "c"]}, "lengths: expected whole numbers, one .*; give"),
     "packed features": (LSTM, (pack_padded_sequence(normal(2, 1, 9), [2]),), {}, "input: expected 3 features.*found 9"),
     "h's shape": (GRU, (X, H[:, :2]), {}, r"state: expected h of shape \[1, 3, 4\], found \[1, 2, 4\]; give"),
     "h's rank": (GRU, (X[:, 0], H), {}, r"state: expected h of shape \[1, 4\], found \[1, 3, 4\]; give"),
@@ -54,11 +57,82 @@ CALLS = {
 }
 
 
+@pytest.mark.parametrize("backend", ["auto", "loop"])
+@pytest.mark.parametrize("cell", [LSTM, Delayed])
+def test_a_state_of_another_precision(cell, backend):
+    stack = grid(cell, backend=backend)
+    state = torch.utils._pytree.tree_map(lambda value: value.float(), stack(X)[1])
+    with pytest.raises(
+        UserError, match=r"state: expected torch.float64, as x is, found (h|last) of torch.float32; convert"
+    ):
+        stack(X, state)
+
+
+def test_states_of_an_earlier_call_are_taken_under_autocast():
+    """They have the weights' precision, x that of the layer before."""
+    stack, x = sequence.make("gru", N, M), X.bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert stack(x, stack(x)[1])[0].isfinite().all()
+
+
 @pytest.mark.parametrize("case", CALLS)
 def test_calls(case):
     cell, arguments, options, message = CALLS[case]
     with pytest.raises(UserError, match=message):
         grid(cell)(*arguments, **options)
+
+
+class Broken(cells.Cell):
+    """A cell of one's own, with a mistake in its forward."""
+
+    def __init__(self, result):
+        super().__init__(N, M, {"h": M})
+        self.result = result
+
+    def forward(self, x, state):
+        return self.result(state["h"])
+
+
+FORWARDS = {
+    "another name": (lambda h: (h, {"g": h}), r"the output \[4, 3\] and the state {'h': \(4, 3\)}.*found .*'g'"),
+    "a wider output": (lambda h: (torch.cat([h, h]), {"h": h}), r"found an output \[8, 3\]"),
+    "a wider state": (lambda h: (h, {"h": torch.cat([h, h])}), r"found .* the state {'h': \(8, 3\)}"),
+    "no state": (lambda h: h, "found a Tensor"),
+    "a tuple for the state": (lambda h: (h, (h,)), "found an output .*the state a tuple"),
+}
+
+
+@pytest.mark.parametrize("case", FORWARDS)
+def test_forwards_of_new_cells(case):
+    result, message = FORWARDS[case]
+    with pytest.raises(UserError, match=f"Broken: forward: expected .*{message}.*mend"):
+        sequence.Stack([[Broken(result)]])(X.float())
+
+
+def test_a_state_of_a_cell_that_is_no_mapping():
+    x = torch.zeros(N, 3)
+    with pytest.raises(UserError, match="cell: state: expected a mapping of h, c, found a tuple; start"):
+        LSTM(N, M)(x, (x, x))
+
+
+@pytest.mark.parametrize("ask", ["backends", "draw_masks"])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_questions_about_a_call_check_x_as_the_call_does(ask, batch_first):
+    stack = grid(LSTM, batch_first=batch_first)
+    for x in (normal(N), normal(5, 2, 9)):
+        with pytest.raises(UserError, match="input: expected"):
+            getattr(stack, ask)(x)
+
+
+def test_an_input_of_another_precision_than_the_weights():
+    for backend in ("auto", "loop"):
+        stack = sequence.make("lstm", N, M, backend=backend)
+        with pytest.raises(UserError, match=r"input: expected torch.float32, as the weights are, found torch.float64"):
+            stack(X)
+        with pytest.raises(UserError, match=r"input: expected torch.float32, as the weights are, found torch.int64"):
+            stack(X.long())
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert stack(X.bfloat16())[0].isfinite().all()
 
 
 BUILDS = {
@@ -87,6 +161,25 @@ BUILDS = {
     "option": (lambda: sequence.make({"name": "lstm", "gates": 3}, N, M), "cell 'lstm'.*'gates'"),
     "layers": (lambda: sequence.make("lstm", N, M, 0), "num_layers: expected at least 1, found 0; give"),
     "size": (lambda: sequence.make("lstm", N, 0), "hidden_size: expected at least 1, found 0; give"),
+    "size of a highway": (lambda: sequence.make("irc-gru", N, 0), "hidden_size: expected at least 1, found 0; give"),
+    "PyTorch's cell": (
+        lambda: sequence.make("torch.nn:LSTMCell", N, M),
+        "cell 'torch.nn:LSTMCell': expected a Cell, found an? LSTMCell; name",
+    ),
+    "PyTorch's cell alone": (
+        lambda: cells.make("torch.nn:LSTMCell", N, M),
+        "expected a Cell, found an? LSTMCell; name",
+    ),
+    "a class": (lambda: sequence.make(LSTM, N, M), "cell: expected a name or a table .*, found .*LSTM.*; put .*:LSTM"),
+    "a cell": (lambda: sequence.make(LSTM(N, M), N, M), "cell: expected a name or a table .*, found an? LSTM; give"),
+    "PyTorch's layer": (
+        lambda: sequence.Stack([[torch.nn.LSTM(N, M)]]),
+        r"layers\[0\]: expected a list of cells, found an? LSTM in it; cells.make",
+    ),
+    "a cell for a layer": (
+        lambda: sequence.Stack([LSTM(N, M)]),
+        r"layers\[0\]: expected a list of cells, found an? LSTM; cells.make",
+    ),
 }
 
 

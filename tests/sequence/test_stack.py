@@ -130,6 +130,13 @@ def test_lengths_come_as_lists_or_tensors_and_full_ones_change_nothing():
     assert_same(stack(x, lengths=[5, 5, 5]), stack(x))
 
 
+@pytest.mark.parametrize("kind", [torch.uint8, torch.int8, torch.int16, torch.uint16])
+def test_lengths_may_have_a_type_that_cannot_hold_t(kind):
+    """T = 356 is 100 in eight bits."""
+    stack, x, lengths = grid(GRU), normal(356, 2, N), torch.tensor([100, 100])
+    assert_same(stack(x, lengths=lengths.to(kind)), stack(x, lengths=lengths))
+
+
 def test_packed_equals_padded_for_any_cell():
     stack, x, lengths = grid(Delayed, 2, True), normal(5, 3, N), [2, 5, 3]
     packed, final = stack(pack_padded_sequence(x, torch.tensor(lengths), enforce_sorted=False))
@@ -237,3 +244,16 @@ def test_code_for_torchs_layers_finds_what_it_looks_for(bidirectional):
     assert stack(torch.zeros(4, 2, 3), (start, start))[0].shape == (4, 2, 5 * (1 + bidirectional))
     lengths = np.array([4, 2])
     assert stack(torch.zeros(4, 2, 3), lengths=lengths)[0].equal(stack(torch.zeros(4, 2, 3), lengths=[4, 2])[0])
+
+
+@pytest.mark.parametrize("backend", ["auto", "loop"])
+def test_the_final_state_may_be_changed_in_place(backend):
+    """That of a T-LSTM holds the last input."""
+    stack, x = sequence.make("t-lstm", N, M, backend=backend), torch.ones(5, 2, N)
+    stack(x)[1][0]["x"].zero_()
+    assert x.all()
+
+
+def test_a_printed_layer_shows_its_sizes():
+    lines = str(sequence.make("ihc-lstm", N, M)) + str(sequence.make("leaky", N, M))
+    assert all(part in lines for part in ("Simplified(\n", f"LSTMCore({N}, {M})", f"Leaky({N}, {M})", f"{N}, {M}\n"))

@@ -88,6 +88,18 @@ def test_gradient_reaches_the_raw_weight_through_its_mask():
     assert dict(stack.named_parameters()).keys() == dict(plain.named_parameters()).keys()
 
 
+def test_masks_of_weights_have_the_weights_precision():
+    """As under autocast, where x may be bfloat16 and 1/(1 − p) is not one of its numbers."""
+    stack = sequence.make("lstm", N, M, 2, dropout=0.3, weight_drop={"weight_h": 0.3})
+    masks = stack.draw_masks(torch.zeros(5, 2, N).bfloat16(), generator())
+    assert {name: mask.dtype for name, mask in masks.items()} == {
+        "0.0.weight_h": torch.float32,
+        "1.0.weight_h": torch.float32,
+        "dropout.0": torch.bfloat16,
+    }
+    assert set(masks["0.0.weight_h"].unique().tolist()) == {0.0, torch.ones(()).div(1 - 0.3).item()}
+
+
 def test_a_call_leaves_the_weights_alone():
     stack, x = grid(cells.LSTM, 2, weight_drop={"weight_h": 0.5}), normal(4, 2, N)
     before = {name: value.clone() for name, value in stack.state_dict().items()}
@@ -127,3 +139,12 @@ def test_a_loss_with_masks_passed_in_is_pure_and_maps():
     for row, (x, masks) in enumerate(zip(xs, drawn, strict=True)):
         assert_close({name: value[row] for name, value in mapped.items()}, grad(loss)(weights, x, masks))
         assert_same(grad(loss)(weights, x, masks), grad(loss)(weights, x, masks))
+
+
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_masks_are_drawn_within_vmap(randomness):
+    stack, x = grid(GRU, 2, weight_drop={"weight_h": 0.5}, dropout=0.5), normal(5, 2, N).expand(3, 5, 2, N)
+    rows = vmap(lambda x: stack(x)[0], randomness=randomness)(x)
+    assert torch.equal(rows[0], rows[1]) == (randomness == "same")
+    with pytest.raises(RuntimeError, match="randomness"):
+        vmap(lambda x: stack(x)[0])(x)

@@ -41,7 +41,8 @@ def run(
     """
     sweep = plan(cell, x.is_cuda if fold is None else fold)
     assert not isinstance(sweep, str)
-    kind, batch, weights = x.device.type, x.shape[2:], dict(cell.named_parameters())
+    # One parameter may be two of the cell's weights, each of which the pass asks for by its name.
+    kind, batch, weights = x.device.type, x.shape[2:], dict(cell.named_parameters(remove_duplicate=False))
     autocast = torch.is_autocast_enabled(kind)
     # One weight stands for all: `backends.refusal` lets no cell through whose weights have several precisions.
     first = next(iter(weights.values()))

@@ -53,8 +53,8 @@ class Call:
 class ByHand(torch.autograd.Function):
     """`apply(call, x, *states, *weights)` gives the outputs [T, B, M] and the final states [B, size].
 
-    The backward pass is hand-derived. If it is differentiated in turn (`create_graph`), the plain loop runs again on
-    autograd's tape.
+    The backward pass is hand-derived. If it is differentiated in turn (`create_graph`), or adjoints come in batches
+    (`is_grads_batched`, `vmap` over a backward pass), the plain loop runs again on autograd's tape.
     """
 
     @staticmethod
@@ -88,8 +88,9 @@ class ByHand(torch.autograd.Function):
         saved = ctx.saved_tensors  # read once: under activation checkpointing a second read raises
         x, *tensors = saved[:count]
         # Gradients are on in a backward pass only if it is to be differentiated again (`create_graph`).
-        if torch.is_grad_enabled():
-            return None, *_through_the_loop(call, ctx.needs_input_grad[1:], [x, *tensors], adjoints)
+        if torch.is_grad_enabled() or any(map(_has_hidden_axis, adjoints)):
+            with torch.enable_grad():
+                return None, *_through_the_loop(call, ctx.needs_input_grad[1:], [x, *tensors], adjoints)
         names, rest = ctx.names, saved[count:]
         w, tape = (
             dict(zip(n, v, strict=True))
@@ -110,6 +111,14 @@ class ByHand(torch.autograd.Function):
         dx = None if dx is None else dx.to(x.dtype)
         d_states = [d_state[name].to(value.dtype) for name, value in state.items()]
         return None, dx, *d_states, *(dw.get(name) for name in weights)
+
+
+def _has_hidden_axis(adjoint: Tensor) -> bool:
+    """Whether `vmap` or `is_grads_batched` hides an axis of this tensor, which cannot be written into other memory."""
+    functorch = torch._C._functorch
+    # `is_grads_batched` has the older of the two kinds, which may go.
+    legacy = getattr(functorch, "is_legacy_batchedtensor", functorch.is_batchedtensor)
+    return functorch.is_batchedtensor(adjoint) or bool(legacy(adjoint))
 
 
 def _pulled_back(leaves: Params, prepared: Params, adjoints: Params) -> Params:
@@ -150,7 +159,8 @@ def _through_the_loop(
     columns = {name: value.movedim(-1, 0) for name, value in state.items()}
     with torch.autocast(x.device.type, dtype=call.dtype if call.autocast else None, enabled=call.autocast):
         named = {f"cell.{name}": value for name, value in weights.items()}
-        outputs, final = functional_call(_Loop(call), named, (x.movedim(-1, 1), columns))
+        # Not tied: each weight has a tensor of its own here, even where two are one parameter of the cell.
+        outputs, final = functional_call(_Loop(call), named, (x.movedim(-1, 1), columns), tie_weights=False)
     results = [outputs.movedim(1, -1), *(final[name].movedim(0, -1) for name in call.states)]
     pairs = [
         (result, adjoint.to(result.dtype))

@@ -10,7 +10,7 @@ from torch import Tensor
 from l2lopt.cells import GRU, LSTM, RNN, SRU, TLSTM, Cell, FastGRNN, Leaky
 from l2lopt.cells.fastgrnn import FastGRNNCore
 from l2lopt.cells.gru import GRUCore
-from l2lopt.cells.highway import Core, Highway, NoFeedback, Simplified
+from l2lopt.cells.highway import Core, Feedback, Highway, NoFeedback, Residual, Simplified
 from l2lopt.cells.lstm import LSTMCore
 from l2lopt.cells.sru import SRUCore
 from l2lopt.cells.t_lstm import TLSTMCore
@@ -29,6 +29,8 @@ CORES: dict[type[Core], Callable[[], Pointwise]] = {
     TLSTMCore: pointwise.TLSTMCore,
     FastGRNNCore: partial(pointwise.FastGRNN, core=True),
 }
+PARTS = {Simplified, NoFeedback, Residual, Highway, Feedback, *CORES}
+"""What simplified cells with a pass are made of."""
 
 
 def plan(cell: Cell, fold: bool = False) -> Sweep | str:
@@ -43,10 +45,10 @@ def plan(cell: Cell, fold: bool = False) -> Sweep | str:
     """
     # `type` and not `isinstance`: a subclass may compute something else.
     if type(cell) is Simplified:
-        core = CORES.get(type(cell.core))
-        return (
-            f"{type(cell.core).__name__} has no hand-derived pass" if core is None else _simplified(cell, core(), fold)
-        )
+        for part in cell.modules():
+            if type(part) not in PARTS:
+                return f"{type(part).__name__} has no hand-derived pass"
+        return _simplified(cell, CORES[type(cell.core)](), fold)
     if type(cell) not in PLANS:
         return f"{type(cell).__name__} has no hand-derived pass"
     return PLANS[type(cell)](cell)

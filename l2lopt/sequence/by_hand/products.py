@@ -38,8 +38,9 @@ class Repeated:
 
     def __init__(self, w: Tensor) -> None:
         self.w = w
-        worthwhile = w.dtype == torch.float32 and w.device.type == "cpu" and min(w.shape) >= 64
-        self.packed = _pack(w.contiguous()) if worthwhile and packs() else None
+        # The plain class alone: those of its subclasses that have no numbers, `FakeTensor`, cannot be packed.
+        able = type(w) is Tensor and w.dtype == torch.float32 and w.device.type == "cpu"
+        self.packed = _pack(w.contiguous()) if able and min(w.shape) >= 64 and packs() else None
 
     def add(self, out: Tensor, x: Tensor) -> None:
         """Out += x wᵀ."""
@@ -61,7 +62,9 @@ class Repeated:
 @cache
 def packs() -> bool:
     """Whether this PyTorch has oneDNN's packed product with the signature used here, and it computes x wᵀ."""
-    x, w = torch.randn(3, 64), torch.randn(64, 64)
+    # Neither drawn, which would move the caller's random numbers on, nor of the default dtype, which is the caller's.
+    numbers = torch.arange(67 * 64, dtype=torch.float32, device="cpu").sin().view(67, 64)
+    x, w = numbers[:3], numbers[3:]
     try:
         # By numbers: an operator whose meaning has changed need not raise.
         return torch.allclose(_packed_product(x, _pack(w)), x @ w.t(), atol=1e-3)

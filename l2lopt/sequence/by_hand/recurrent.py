@@ -83,25 +83,29 @@ class Recurrent(Sweep):
         by_h, by_c = ([_span(d, span, m).unbind(0) for span in spans] for spans in (p.by_h, p.by_c))
         ks, directs = (None if part is None else part.unbind(0) for part in (k, direct))
         befores, afters = (part.unbind(0) for part in time.around(dhs))
-        # As numbers, so that a product in place can switch ended sequences off.
-        alive = None if time.alive is None else time.alive.to(dhs.dtype).unbind(0)
+        # As numbers, so that products in place can switch ended sequences off, and the others.
+        alive, ended = None, None
+        if time.alive is not None:
+            alive, ended = (part.to(dhs.dtype).unbind(0) for part in (time.alive, ~time.alive))
         for t in time.order(steps)[::-1]:
             dh, before = afters[t], befores[t]
-            if alive is not None:  # the adjoint of a step beyond a sequence's end goes to the state before as it is
-                before.add_(dh).addcmul_(dh, alive[t], value=-1)
+            if alive is not None and ended is not None:
+                # The adjoint of a step beyond a sequence's end goes to the state before as it is. Not added everywhere
+                # and taken back from the others: they would lose the digits of a smaller `before`.
+                before.addcmul_(dh, ended[t])
                 dh.mul_(alive[t])
             for blocks in by_h:
                 blocks[t].mul_(dh.unsqueeze(1))
             if dc is not None and ks is not None and directs is not None:
                 # The dc of ended sequences goes round this step: set aside here, added again at the end.
-                ended = None if alive is None else dc - dc * alive[t]
+                aside = None if ended is None else dc * ended[t]
                 dc = dc if alive is None else dc.mul_(alive[t])
                 # Before the blocks of `by_c`: c' also acts through h', and they need the whole adjoint of c'.
                 dc.addcmul_(dh, ks[t])
                 for blocks in by_c:
                     blocks[t].mul_(dc.unsqueeze(1))
                 dc.mul_(directs[t])
-                dc = dc if ended is None else dc.add_(ended)
+                dc = dc if aside is None else dc.add_(aside)
             elif directs is not None:
                 before.addcmul_(dh, directs[t])
             # Last, since it reads the adjoints of all blocks of this step.
