@@ -49,6 +49,11 @@ def printable(text: str, but: str = "") -> str:
     return "".join(c if c.isprintable() or c in but else c.encode("unicode_escape").decode() for c in text)
 
 
+def install(extra: str) -> str:
+    """The remedy for a missing package: the command that installs it with ours, which is not on the index yet."""
+    return f'pip install "l2lopt[{extra}] @ git+https://github.com/l2lopt/l2lopt"'
+
+
 @contextmanager
 def within(where: str) -> Iterator[None]:
     """Puts `where` before the subject of every `UserError` of the block, such as the file that a mistake is in."""
