@@ -268,8 +268,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
                 for vector in vectors_of(group, self.state, self._vectors.setdefault(index, {}), others):
                     self._step_vector(vector, group, value)
                     # "initial_lr" is what a scheduler began with: from a factor of 1 a decay may be far down by now.
-                    began_small = float(group.get("initial_lr", 0)) < SMALL
-                    late += [group] * (vector.steps_made == LATE and began_small)
+                    late += [group] * (vector.steps_made == LATE and float(group.get("initial_lr", 0)) < SMALL)
                     ended += [vector] * vector.is_past_end
         warn_of_small_factors(late, self._rules)
         if ended:
