@@ -2,9 +2,9 @@
 
 `meta_train`, `evaluate`, `train`, `benchmark`, `controls`, `sample`, `sample_images`, `reproduce`, `plot` and `demo` do
 what the command line does, and the first five also work on your own model, loss and data, of which `make_optimisee`
-makes an optimisee. `save` and `load` write and read learned optimisers, `list_weights` names those that come with the
-package, `push` and `pull` share them, and `LearnedOptimizer` puts one into any training loop; `parameter_groups` tells
-it what a module's parameters are.
+makes an optimisee; `load_trained` gives a model that `train` has left. `save` and `load` write and read learned
+optimisers, `list_weights` names those that come with the package, `push` and `pull` share them, and `LearnedOptimizer`
+puts one into any training loop; `parameter_groups` tells it what a module's parameters are.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from l2lopt.experiments.runs import evaluate, meta_train, plot, publish, train
     from l2lopt.experiments.samples import paint as paint  # the earlier name of sample_images
     from l2lopt.experiments.samples import sample, sample_images
+    from l2lopt.experiments.trained_model import load_trained
     from l2lopt.torch_optim.learned_optimizer import LearnedOptimizer
     from l2lopt.torch_optim.parameter_groups import parameter_groups
     from l2lopt.weights.files import list_weights, load, save
@@ -34,6 +35,7 @@ _HOME = {
     "evaluate": "experiments.runs",
     "list_weights": "weights.files",
     "load": "weights.files",
+    "load_trained": "experiments.trained_model",
     "make_optimisee": "experiments.make_optimisee",
     "meta_train": "experiments.runs",
     "paint": "experiments.samples",
@@ -77,6 +79,7 @@ __all__ = [
     "evaluate",
     "list_weights",
     "load",
+    "load_trained",
     "make_optimisee",
     "meta_train",
     "parameter_groups",

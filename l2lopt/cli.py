@@ -110,7 +110,7 @@ def meta_train(
     """Meta-train the optimiser that CONFIG describes; the run's folder is runs/<name of the config> by default."""
     from l2lopt.experiments import config as configs
 
-    settings, folder = configs.load(config, _changes(changes, seed, device)), run or Path("runs") / config.stem
+    settings, folder = configs.load(config, _changes(changes, seed, device)), run or configs.default_folder(config)
     from l2lopt.experiments import runs as experiments
 
     with progress() as report:
@@ -155,7 +155,7 @@ def train(
     settings = configs.load(config, _changes(changes, seed, device), kind=configs.TrainConfig)
     from l2lopt.experiments import runs as experiments
 
-    folder = run or Path("runs") / config.stem
+    folder = run or configs.default_folder(config)
     with progress() as report:
         result = experiments.train(settings, folder, overwrite=overwrite, resume=resume, report=report)
     if result.diverged is not None:
@@ -168,6 +168,7 @@ def train(
 
 @app.command()
 def sample(
+    context: typer.Context,
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a trained language model or DRAW.")],
     prompt: Annotated[str, typer.Option("--prompt", help="What the text begins with.")] = "",
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Words, or characters, that follow.")] = 100,
@@ -179,7 +180,9 @@ def sample(
     _folders([run])
     from l2lopt.experiments import samples
 
-    if samples.sample_kind(run) == "images":
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    if samples.sample_kind(run, given) == "images":
         list_files(samples.sample_images(run, count, seed))
         return
     text = samples.sample(run, prompt, tokens=tokens, temperature=temperature, seed=seed)

@@ -10,6 +10,9 @@ from typing import Any
 MANY = 10_000
 """The most parts, such as layers, that anything is made of: beyond, making them would take hours."""
 
+LONG = 200
+"""The most characters in which an error shows a value; a longer one is shown by its class."""
+
 
 class UserError(ValueError):
     """A mistake the user can mend; its text is one line, and the command line ends on it with exit code 2.
@@ -47,6 +50,32 @@ def printable(text: str, but: str = "") -> str:
         red: \x1b[31m
     """
     return "".join(c if c.isprintable() or c in but else c.encode("unicode_escape").decode() for c in text)
+
+
+def install(extra: str) -> str:
+    """The remedy for a missing package: the command that installs it with ours, which is not on the index yet."""
+    return f'pip install "l2lopt[{extra}] @ git+https://github.com/l2lopt/l2lopt"'
+
+
+def shown(value: Any) -> str:
+    """A value for an error: as Python writes it, but a tensor by its shape and dtype, and what is long by its class.
+
+    Example:
+        >>> from l2lopt.core.errors import shown
+        >>> import torch
+        >>> shown(0.5), shown(torch.zeros(40, 3))
+        ('0.5', 'a Tensor [40, 3] of float32')
+    """
+    name = with_article(type(value).__name__)
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{name} {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+    text = repr(value)
+    return text if isinstance(value, str) or len(text) <= LONG else name
+
+
+def with_article(name: str) -> str:
+    """A noun, such as the name of a class, with "a" or "an" before it."""
+    return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
 
 
 @contextmanager

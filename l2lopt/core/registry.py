@@ -14,14 +14,20 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
+from types import NoneType, UnionType
 from typing import Any, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from l2lopt.core.errors import UserError, did_you_mean
+from l2lopt.core.errors import UserError, did_you_mean, shown, with_article
 
 Table: TypeAlias = Mapping[str, Callable[..., Any]]
 Choice: TypeAlias = str | dict[str, Any]
+_PLAIN = (str, int, float, list, dict, NoneType)
+"""Classes of what a config may hold."""
+_UNIONS = (typing.Union, UnionType)
+_NOUNS = {"str": "a text", "int": "a number", "float": "a number", "bool": "true or false", "dict": "a table"}
+"""Names of classes → what a config calls their values."""
 _CLOSED = ContextVar("closed", default=False)
 """Whether names of modules are refused."""
 
@@ -179,9 +185,7 @@ def checked_kind(kind: str, choice: Choice, made: Any, wanted: type[Any]) -> Any
     """
     if not isinstance(made, wanted):
         chosen = choice if isinstance(choice, str) else choice.get("name")
-        expected, found = (
-            f"{'an' if name[0] in 'AEIOU' else 'a'} {name}" for name in (wanted.__name__, type(made).__name__)
-        )
+        expected, found = (with_article(name) for name in (wanted.__name__, type(made).__name__))
         raise UserError(f"{kind} {chosen!r}", expected=expected, found=found, remedy="name one that makes it")
     return made
 
@@ -229,7 +233,17 @@ def explain(where: str, error: ValidationError, known: Mapping[str, Any], data: 
     # A value that may be of several types has a finding for each of them.
     expected = dict.fromkeys(_expectation(other["msg"]) for other in findings if _keys(other["loc"], data) == path)
     found, remedy = first["input"], by_name(first["input"]) or "change the value"
-    return UserError(place, expected=" or ".join(expected), found=repr(found), remedy=remedy)
+    if not isinstance(found, _PLAIN) and len(path) == 1:
+        # An object: pydantic says of a named tuple only how many items it has.
+        expected = dict.fromkeys(_kinds(getattr(known.get(path[0]), "annotation", None))) or expected
+    return UserError(place, expected=" or ".join(expected), found=shown(found), remedy=remedy)
+
+
+def _kinds(annotation: Any) -> list[str]:
+    """The classes that an annotation allows, with their articles."""
+    members = typing.get_args(annotation) if typing.get_origin(annotation) in _UNIONS else (annotation,)
+    classes = [kind for member in members if isinstance(kind := typing.get_origin(member) or member, type)]
+    return [_NOUNS.get(kind.__name__) or with_article(kind.__name__) for kind in classes if kind is not NoneType]
 
 
 def by_name(value: Any) -> str | None:

@@ -229,10 +229,19 @@ def _learned(choice: Choice, seed: int) -> Optimiser:
 
 def _trained_rule(choice: Choice) -> Optimiser | None:
     """The optimiser of a table of `weights`, beside which may be `trusted`; None for any other choice."""
+    _check_not_weights(choice)
     if not (isinstance(choice, dict) and "weights" in choice):
         return None
     made: Optimiser = registry.make({"weights": _loaded}, "optimiser", "weights", **choice)
     return made
+
+
+def _check_not_weights(choice: Choice) -> None:
+    """Refuses the name of weights in the place of an optimiser's, with what to write."""
+    name = choice if isinstance(choice, str) else choice.get("name")
+    if name in files.list_weights():
+        found, remedy = f"the weights {name!r}", f"write {{weights={name!r}}}"
+        raise UserError("optimiser", expected="the name of an optimiser", found=found, remedy=remedy)
 
 
 def _loaded(weights: str, trusted: bool = False) -> Optimiser:
@@ -261,6 +270,7 @@ def _factory(choice: Choice, seed: int) -> OptimizerFactory:
     if isinstance(choice, dict) and "weights" in choice:
         made: OptimizerFactory = registry.make({"weights": _trained}, "optimiser", "weights", **choice)
         return made
+    _check_not_weights(choice)
     name = choice if isinstance(choice, str) else choice.get("name")
     if isinstance(name, str) and ":" in name and is_torch_class(choice):
         return _of_class(torch_class(choice))

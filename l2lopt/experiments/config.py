@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar, overload
+from types import NoneType
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args, overload
 
 import tomli_w
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
@@ -159,10 +160,11 @@ def load(
         kind: Class of the config: `Config` or `TrainConfig`.
 
     Raises:
-        UserError: For a missing file, one that is not TOML, an unknown key or a value of the wrong type, also among the
-            options of a choice: None, or an object.
+        UserError: For a missing file, one that is not TOML, a config of the other kind, an unknown key or a value of
+            the wrong type, also among the options of a choice: None, or an object.
     """
     where, data = _read(source)
+    _check_kind(where, data, kind)
     if isinstance(changes, str):
         raise UserError("changes", expected="a list of texts", found=repr(changes), remedy=f"write [{changes!r}]")
     for change in changes:
@@ -174,6 +176,19 @@ def load(
         raise registry.explain(where, error, kind.model_fields, data) from None
     _check_plain(where, made.model_dump(exclude_none=True))
     return made
+
+
+def _check_kind(where: str, data: Mapping[str, Any], kind: type[Settings]) -> None:
+    """Refuses a config with keys of the other kind alone, which was given to the wrong command."""
+    if kind not in (Config, TrainConfig):
+        return
+    other: type[Settings] = Config if kind is TrainConfig else TrainConfig
+    own, others = kind.model_fields.keys(), other.model_fields.keys()
+    if data.keys() & (others - own) and not data.keys() & (own - others):
+        names = ("training", "meta-training", "meta-train")
+        expected, found, command = names if kind is TrainConfig else ("meta-training", "training", "train")
+        remedy = f"use l2lopt {command}"
+        raise UserError(where, expected=f"a config of {expected}", found=f"one of {found}", remedy=remedy)
 
 
 def _check_plain(where: str, value: Any, path: str = "") -> None:
@@ -216,9 +231,16 @@ def find(source: str | Path, folder: str, what: str) -> Path:
     paths = {"configs" / path.relative_to(home): path for path in home.rglob("*.toml")}
     if not os.path.isfile(own):  # not `Path.is_file`, which raises for a name that no file can have
         own = named.get(str(source)) or paths.get(own, own)
+    if not folder and os.path.isfile(inside := own / "config.toml"):
+        raise UserError(str(own), expected=what, found="a run's folder", remedy=f"give {inside}")
     known = get_close_matches(own.stem, named) or [*named]
     some = ", ".join([*known[:MOST_NAMES], *(["…"] if len(known) > MOST_NAMES else [])])
     return existing(own, what, f"give its path, or one of {some}")
+
+
+def default_folder(config: Path) -> Path:
+    """The folder of a run by its config's name, or by that of the folder in which another run has left it."""
+    return Path("runs") / (config.resolve().parent.name if config.name == "config.toml" else config.stem)
 
 
 def demo() -> Path:
@@ -277,4 +299,19 @@ def _change(data: dict[str, Any], change: str, kind: type[Settings]) -> None:
         if not isinstance(inner, dict):
             raise UserError("--set", expected=f"a table at {key!r}", found=repr(inner), remedy="change the key")
         data[key] = data = dict(inner)
+    if text.strip() == "none" and _may_be_none(kind, above, last):
+        data.pop(last, None)
+        return
+    if (above, last) == (["optimiser"], "weights") and "name" in data:
+        data.clear()  # a rule by its name and options gives way to a trained one
     data[last] = value
+
+
+def _may_be_none(kind: type[Settings], above: Sequence[str], last: str) -> bool:
+    """Whether a field of settings may be None, which TOML has no value for; never an option of a choice."""
+    annotation: Any = kind
+    for key in (*above, last):
+        kinds = [one for one in (annotation, *get_args(annotation)) if isinstance(one, type)]
+        fields = next((one.model_fields for one in kinds if issubclass(one, Settings)), {})
+        annotation = fields[key].annotation if key in fields else None
+    return NoneType in get_args(annotation)

@@ -109,7 +109,7 @@ def matched(objects: Sequence[Optimisee], choices: Sequence[Choice], device: tor
     Raises:
         UserError: If an object is missing, is not the one that the config describes, or is on another device.
     """
-    wanted = [choice for choice in choices if _is_object(choice)]
+    wanted = [choice for choice in choices if is_object(choice)]
     if len(wanted) != len(objects):
         expected = f"{len(wanted) or 'none'} made in Python, as the config says"
         remedy = "pass them from Python: themselves to l2lopt.meta_train and train, optimisee=… to evaluate"
@@ -121,7 +121,7 @@ def matched(objects: Sequence[Optimisee], choices: Sequence[Choice], device: tor
             remedy = "set device in make_optimisee, and nowhere else"
             raise UserError("device", expected=f"{place}, the optimisee's", found=str(device), remedy=remedy)
     following = iter(objects)
-    return [next(following) if _is_object(choice) else None for choice in choices]
+    return [next(following) if is_object(choice) else None for choice in choices]
 
 
 def matched_optimiser(optimiser: Optimiser | None, choice: Choice) -> Optimiser | None:
@@ -132,15 +132,19 @@ def matched_optimiser(optimiser: Optimiser | None, choice: Choice) -> Optimiser 
     """
     if optimiser is not None:
         _compare("optimiser", choice, _describe_optimiser(optimiser), "pass the one that the run was made with")
-    elif _is_object(choice):
+    elif is_object(choice):
         remedy = "pass that one as optimiser=…"
         raise UserError("optimiser", expected="one made in Python", found="none", remedy=remedy)
     return optimiser
 
 
 def class_of(choice: Choice) -> type[Optimisee]:
-    """The class that a choice builds; of an object, whose class a config does not know, `Optimisee`."""
-    return Optimisee if _is_object(choice) else optimisees.class_of(choice)
+    """The class that a choice builds; of an object the registered one of its class's name, else `Optimisee`."""
+    if not is_object(choice):
+        return optimisees.class_of(choice)
+    kind = None if isinstance(choice, str) else choice.get("type")
+    registered = map(optimisees.class_of, optimisees.OPTIMISEES)
+    return next((found for found in registered if found.__name__ == kind), Optimisee)
 
 
 def describe(optimisee: Optimisee) -> dict[str, Any]:
@@ -237,7 +241,8 @@ def _choice(optimiser: Any) -> Any:
     return {"weights": str(optimiser)} if is_weights else optimiser
 
 
-def _is_object(choice: Choice) -> bool:
+def is_object(choice: Choice) -> bool:
+    """Whether a config's choice stands for an object that was made in Python."""
     return (choice if isinstance(choice, str) else choice.get("name")) == NAME
 
 

@@ -12,9 +12,13 @@ from tempfile import TemporaryFile
 from types import NoneType
 from typing import Any
 
+from torch import Tensor
+
 import optimisees
 from l2lopt.core.errors import UserError
+from l2lopt.core.layout import Params
 from l2lopt.core.registry import Choice
+from l2lopt.core.types import Aux
 from l2lopt.evaluation.comparison import Evaluation
 from l2lopt.evaluation.evaluation_board import write_evaluation_board
 from l2lopt.evaluation.tuned_runs import choice_facts
@@ -182,15 +186,32 @@ def saved(folder: Path, what: str) -> tuple[Choice, SavedRun]:
     Raises:
         UserError: For a folder without such a run, or a damaged file.
     """
+    params, _ = saved_tensors(folder, what)
+    choice = configs.load(folder / CONFIG, kind=TrainConfig).optimisee
+    options = {} if isinstance(choice, str) else {key: value for key, value in choice.items() if key != "name"}
+    return choice, SavedRun(folder, options, params)
+
+
+def saved_tensors(folder: Path, what: str) -> tuple[Params, Aux]:
+    """The parameters that a finished run has trained, and the loss's own state.
+
+    Args:
+        folder: Folder of the run.
+        what: Noun phrase for what should be there, for the error.
+
+    Raises:
+        UserError: For a folder without such a run, or a damaged file.
+    """
     remedy = "give a folder in which l2lopt train has trained one to the end"
     for name in (CONFIG, MODEL):
         existing(folder / name, what, remedy)
-    choice = configs.load(folder / CONFIG, kind=TrainConfig).optimisee
     _, tensors = tensor_file.read(folder / MODEL, "l2lopt.model", "a model", remedy, _FACTS)
     tensor_file.check_finite(folder / MODEL, tensors, "train again, with a lower rate")
-    params = {name.removeprefix("params/"): value for name, value in tensors.items() if name.startswith("params/")}
-    options = {} if isinstance(choice, str) else {key: value for key, value in choice.items() if key != "name"}
-    return choice, SavedRun(folder, options, params)
+    found: dict[str, dict[str, Tensor]] = {"params": {}, "aux": {}}
+    for name, value in tensors.items():
+        part, _, own = name.partition("/")
+        found.setdefault(part, {})[own] = value
+    return found["params"], found["aux"]
 
 
 def row_names(name: str, folder: Path) -> tuple[str, str, str]:

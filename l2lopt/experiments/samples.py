@@ -1,5 +1,6 @@
 """Samples of trained models: texts and images, for scripts and the command line."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -10,6 +11,8 @@ from l2lopt.experiments.run_folder import saved
 from l2lopt.optimisee import SampleRequest
 
 _SAMPLED = {"text": "a trained language model", "images": "a trained model of images"}
+_ONLY = {"prompt": "text", "tokens": "text", "temperature": "text", "count": "images"}
+"""Option → the one kind of samples that has it."""
 
 
 def sample(run: str | Path, prompt: str = "", *, tokens: int = 100, temperature: float = 1.0, seed: int = 0) -> str:
@@ -66,19 +69,35 @@ paint = sample_images
 """The earlier name."""
 
 
-def sample_kind(run: str | Path) -> Literal["text", "images"] | None:
-    """The kind of samples that the trained model in a folder makes; None for another folder."""
+def sample_kind(run: str | Path, options: Iterable[str] = ()) -> Literal["text", "images"] | None:
+    """The kind of samples that the trained model in a folder makes; None for another folder.
+
+    Args:
+        run: Folder of the run.
+        options: Names of options that a sample is asked for with.
+
+    Raises:
+        UserError: For an option that samples of this kind do not have.
+    """
     config = training_config(Path(run))
-    return None if config is None else from_python.class_of(config.optimisee).sample_kind
+    kind = None if config is None else from_python.class_of(config.optimisee).sample_kind
+    for name in options:
+        if kind is not None and name in _ONLY and _ONLY[name] != kind:
+            expected, remedy = f"no {name} of {_SAMPLED[kind]}", "leave it out"
+            raise UserError(f"sample: {run}", expected=expected, found=f"--{name}", remedy=remedy)
+    return kind
 
 
 def _sample(folder: Path, kind: Literal["text", "images"], request: SampleRequest) -> str | list[Path]:
     """A sample of a finished run, whose optimisee must make such samples."""
     choice, finished = saved(folder, _SAMPLED[kind])
-    made = from_python.class_of(choice)
+    made, name = from_python.class_of(choice), choice if isinstance(choice, str) else choice.get("name")
     if made.sample_kind != kind:
-        remedy = f"give the folder of {_SAMPLED[kind]}"
-        raise UserError(
-            str(folder), expected=_SAMPLED[kind], found=f"the run of another optimisee, {choice}", remedy=remedy
-        )
+        expected = _SAMPLED[kind] if made.sample_kind else "a trained language model or DRAW"
+        found = f"the run of another optimisee, {made.__name__ if from_python.is_object(choice) else name}"
+        raise UserError(str(folder), expected=expected, found=found, remedy=f"give the folder of {expected}")
+    if from_python.is_object(choice):  # of which a config knows no options
+        found, call = f"one made in Python, a {made.__name__}", "generate" if kind == "text" else "sample_images"
+        remedy = f"call {call} on that object, with the parameters of l2lopt.load_trained"
+        raise UserError(str(folder), expected="a run of a named optimisee", found=found, remedy=remedy)
     return made.sample(finished, request)

@@ -22,6 +22,7 @@ from l2lopt.torch_optim.differentiable import Differentiable, higher
 from l2lopt.torch_optim.flat_vectors import FlatVector, compute_dtype
 from l2lopt.torch_optim.options import (
     LATE,
+    SMALL,
     as_number,
     check_closure,
     check_gradients,
@@ -266,7 +267,8 @@ class LearnedOptimizer(torch.optim.Optimizer):
                 others = [param for other in self.param_groups if other is not group for param in other["params"]]
                 for vector in vectors_of(group, self.state, self._vectors.setdefault(index, {}), others):
                     self._step_vector(vector, group, value)
-                    late += [group] * (vector.steps_made == LATE)
+                    # "initial_lr" is what a scheduler began with: from a factor of 1 a decay may be far down by now.
+                    late += [group] * (vector.steps_made == LATE and float(group.get("initial_lr", 0)) < SMALL)
                     ended += [vector] * vector.is_past_end
         warn_of_small_factors(late, self._rules)
         if ended:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from l2lopt.core.errors import UserError
+from l2lopt.core.errors import UserError, install
 from l2lopt.core.layout import Params
 from l2lopt.core.seeding import seed_of
 from l2lopt.core.types import Carry, InnerStep, Loss, Update
@@ -209,6 +209,6 @@ def _package() -> Any:
     try:
         import cmaes
     except ImportError:
-        remedy = 'pip install "l2lopt[cma]"'
+        remedy = install("cma")
         raise UserError("meta.cma", expected="the package cmaes", found="none", remedy=remedy) from None
     return cmaes

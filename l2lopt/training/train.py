@@ -150,6 +150,9 @@ class _Training:
         self.params = {name: value.clone().requires_grad_() for name, value in params.items()}
         self.optimizer = factory(list(self.params.items()))
         self.rates = [float(group["lr"]) for group in self.optimizer.param_groups]  # before any schedule
+        if isinstance(self.optimizer, LearnedOptimizer):  # which takes a decayed rate for a mistake otherwise
+            for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+                group["initial_lr"] = rate  # as a scheduler of `torch.optim` does
         self.steps = self._end_of_epoch(settings.epochs) if settings.epochs else settings.steps
         self._epoch = 1
         inform(self.optimizer, steps=self.steps, known=optimisee.roles())

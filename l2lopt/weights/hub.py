@@ -1,11 +1,11 @@
-"""Learned optimisers on the Hugging Face hub. Needs the extra: `pip install "l2lopt[hub]"`."""
+"""Learned optimisers on the Hugging Face hub. Needs the extra `hub`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from l2lopt.core.errors import UserError
+from l2lopt.core.errors import UserError, install
 from l2lopt.weights import files
 from l2lopt.weights.card import NAME as CARD
 from l2lopt.weights.card import model_card
@@ -82,7 +82,7 @@ def _hub(repo: str) -> Iterator[Any]:
         import huggingface_hub
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
     except ImportError:
-        remedy = 'pip install "l2lopt[hub]"'
+        remedy = install("hub")
         raise UserError("hub", expected="the package huggingface_hub", found="none", remedy=remedy) from None
     try:
         yield huggingface_hub

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from l2lopt.core.errors import UserError, above_0
+from l2lopt.core.errors import UserError, above_0, install
 from l2lopt.storage.run_log import existing
 from optimisees.labelling.labelled import Classes, Labelled, Scores, Sequences
 
@@ -133,7 +133,7 @@ def _seqeval() -> Any:
     try:
         return importlib.import_module("seqeval.metrics.sequence_labeling")
     except ImportError:
-        remedy = 'pip install "l2lopt[labelling]"'
+        remedy = install("labelling")
         raise UserError("conll", expected="the package seqeval", found="none", remedy=remedy) from None
 
 

@@ -46,6 +46,13 @@ def class_count(name: str, samples: InMemory) -> int:
     return count
 
 
+def at_least_two_classes(where: str, classes: Sequence[str]) -> None:
+    """Refuses names of classes of which there are fewer than two, between which there is nothing to learn."""
+    if len(classes) < 2:
+        found, remedy = ", ".join(classes) or "none", "give samples of another class as well"
+        raise UserError(where, expected="at least two classes", found=found, remedy=remedy)
+
+
 def digest(samples: Sequence[Tensor]) -> str:
     """A digest of every byte of the samples; it takes about a second per gigabyte."""
     found = hashlib.blake2b(digest_size=16)

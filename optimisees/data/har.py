@@ -54,7 +54,7 @@ class Windows(NamedTuple):
         if not wanted or not wanted < there:
             expected = f"some, but not all, of {', '.join(map(str, sorted(there)))}"
             found = ", ".join(map(str, sorted(wanted))) or "none"
-            raise UserError("UCI HAR: subjects left out", expected=expected, found=found, remedy="change the list")
+            raise UserError("subjects left out", expected=expected, found=found, remedy="change the list")
         out = torch.isin(self.subjects, torch.tensor(sorted(wanted)))
         return self.chosen(~out), self.chosen(out)
 

@@ -27,7 +27,7 @@ _log = logging.getLogger("l2lopt")
 
 
 def from_folder(folder: Path, size: int | None = None, test_share: float = 0.2) -> InMemory:
-    """Images of class folders, decoded once and cached beside the folder; see `images.load`."""
+    """Images of class folders, decoded once and kept in `.l2lopt-cache` beside the folder; see `images.load`."""
     if (folder / "train").is_dir():
         train, test = (_listed(folder / part) for part in ("train", "test"))
         classes = sorted({file.label for file in train})
@@ -117,6 +117,7 @@ def _decoded(folder: Path, files: tuple[_File, ...], size: int | None) -> Tensor
         try:
             with written_whole(place) as temporary:
                 save_file({"images": images}, temporary, metadata={"l2lopt.images": fingerprint})
+            _log.info("the decoded images are kept in %s", place)
             break
         except (UserError, SafetensorError):  # a folder that may only be read, or a full disk
             continue

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -19,6 +20,8 @@ from optimisees.data.artificial_text import artificial_texts
 Unit: TypeAlias = Literal["word", "character"]
 EOS = "<eos>"
 """Closes every line."""
+UNKNOWN = "<unk>"
+"""Stands for every word that is not in the vocabulary."""
 ROOT = "L2LOPT_DATA"
 """The environment variable that names the folder of data sets."""
 
@@ -49,7 +52,7 @@ class Vocabulary(NamedTuple):
         for token in tokens:
             if token not in places:
                 near = get_close_matches(token, places, n=1)
-                other = "write <unk> for it" if "<unk>" in places else "leave it out"
+                other = f"write {UNKNOWN} for it" if UNKNOWN in places else "leave it out"
                 remedy = f"did you mean {near[0]!r}?" if near else other
                 expected = f"{self.unit}s of the vocabulary"
                 raise UserError(where, expected=expected, found=repr(token), remedy=remedy)
@@ -107,21 +110,36 @@ def split(text: str, unit: Unit) -> list[str]:
     return [token for line in lines for token in (line if line[-1:] == [EOS] else [*line, EOS])]
 
 
-def files(train: str, valid: str, test: str, unit: Unit = "word") -> Corpus:
+def files(train: str, valid: str, test: str, unit: Unit = "word", minimum: int = 1) -> Corpus:
     """Any three text files in UTF-8.
+
+    The vocabulary is that of all three, as the Penn Treebank's, unless `minimum` is above 1.
 
     Args:
         train: Path of the training text.
         valid: Path of the validation text.
         test: Path of the test text.
         unit: Whether a token is a word (what white space separates) or a character.
+        minimum: Least number of a word's occurrences in the training text. Above 1 the vocabulary is that of the
+            training text, and every other word, in all three, is `<unk>`.
 
     Raises:
-        UserError: For a file that is missing, empty, not UTF-8, or without any token.
+        UserError: For a file that is missing, empty, not UTF-8, or without any token; for a minimum below 1, and one
+            above 1 of characters.
     """
+    above_0("text", minimum=minimum)
+    if minimum > 1 and unit == "character":
+        found, remedy = str(minimum), "leave it out, or take words"
+        raise UserError("text: minimum", expected="1 with characters", found=found, remedy=remedy)
     texts = [_read(Path(path).expanduser(), unit) for path in (train, valid, test)]
-    vocabulary = Vocabulary.of(texts, unit)
-    return Corpus(vocabulary, *(vocabulary.encode(split(text, unit)) for text in texts))
+    if minimum == 1:
+        vocabulary = Vocabulary.of(texts, unit)
+        return Corpus(vocabulary, *(vocabulary.encode(split(text, unit)) for text in texts))
+    counts = Counter(split(texts[0], unit))
+    known = {EOS, UNKNOWN, *(token for token, count in counts.items() if count >= minimum)}
+    split_texts = [[token if token in known else UNKNOWN for token in split(text, unit)] for text in texts]
+    vocabulary = Vocabulary(tuple(dict.fromkeys([UNKNOWN, *split_texts[0]])), unit)
+    return Corpus(vocabulary, *(vocabulary.encode(tokens) for tokens in split_texts))
 
 
 def ptb(root: str | None = None, unit: Unit = "word") -> Corpus:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from l2lopt.core.choices import checks_words
-from l2lopt.core.errors import above_0, few
+from l2lopt.core.errors import UserError, above_0, few, shown
 from l2lopt.core.layout import Params
 from l2lopt.core.references import References
 from l2lopt.core.registry import Choice
@@ -56,7 +56,7 @@ class Draw(Optimisee):
 
     Args:
         dataset: "mnist", "svhn", "cifar10", "photographs", or a folder of images; see `images.load`, as for the next
-            three. Or the images themselves, uint8.
+            three; grey images have one channel. Or the images themselves, uint8 [n, channels, height, width].
         size: Side length to which the images are scaled; those of a named set can only be made smaller.
         data: Folder of the data sets; by default the value of L2LOPT_DATA.
         download: Whether missing files are fetched.
@@ -81,7 +81,7 @@ class Draw(Optimisee):
         device: Device of all tensors.
 
     Raises:
-        UserError: For values out of range, and cells that cannot have these sizes.
+        UserError: For values out of range, images in another form, and cells that cannot have these sizes.
     """
 
     sample_kind: ClassVar[Literal["text", "images"] | None] = "images"
@@ -114,7 +114,9 @@ class Draw(Optimisee):
     ) -> None:
         few("draw", steps=steps)
         above_0("draw", hidden_size=hidden_size, latent_size=latent_size, evaluation_size=evaluation_size)
-        loaded = dataset if isinstance(dataset, InMemory) else sources.load(dataset, size, data, download)
+        loaded = dataset if isinstance(dataset, InMemory) else _grey(sources.load(dataset, size, data, download))
+        for images in (loaded.train_inputs, loaded.test_inputs):
+            _check_bytes(images)
         self.data, self.binarise = loaded, binarise
         counts = len(loaded.train_inputs), len(loaded.test_inputs)
         self.sampling = Sampling(*counts, batch_size, heldout, evaluation_samples)
@@ -279,6 +281,7 @@ class Draw(Optimisee):
 
     def _unit(self, images: Tensor) -> Tensor:
         """Bytes as numbers in [0, 1]."""
+        _check_bytes(images)  # numbers in [0, 1] would all come out near 0, in silence
         return images.to(self.device, self.dtype) / 255
 
     def _noise(self, count: int, *key: str | int) -> Tensor:
@@ -301,6 +304,22 @@ class Draw(Optimisee):
         index = self.sampling.evaluated(split, seed)[first : first + self.evaluation_size]
         # The key has no seed: noise and drawn pixels are the same in every evaluation.
         return self._of(split, index, "whole", split, first), len(index)
+
+
+def _check_bytes(images: Tensor) -> None:
+    """Refuses images that are not uint8 [n, C, B, A]."""
+    if images.dtype != torch.uint8 or images.dim() != 4:
+        found, remedy = shown(images), "give uint8 with an axis for channels, such as (255 * x).byte()"
+        raise UserError("draw: images", expected="uint8 [n, channels, height, width]", found=found, remedy=remedy)
+
+
+def _grey(samples: InMemory) -> InMemory:
+    """Images whose channels are all alike, as those of a folder of grey ones, with one channel; others as they are."""
+    parts = samples.train_inputs, samples.test_inputs
+    if not all(torch.equal(part[:, :1].expand_as(part), part) for part in parts):
+        return samples
+    train, test = (part[:, :1].contiguous() for part in parts)
+    return samples._replace(train_inputs=train, test_inputs=test)
 
 
 def half(shape: ImageShape, side: Literal["left", "right", "top", "bottom"]) -> Tensor:

@@ -1,5 +1,6 @@
 """Metrics of sequences learned by siamese and coupled GRUs (Compagnon et al. 2021), as an optimisee on UCI HAR."""
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from l2lopt.core.seeding import generator, seed_of, seeded
 from l2lopt.core.types import Aux, Batch, Report, silent
 from l2lopt.optimisee import IndexedBatches, Optimisee, Split, StepInfo
 from optimisees.data import har
-from optimisees.data.datasets import data_root
+from optimisees.data.datasets import at_least_two_classes, data_root
 from optimisees.data.har import Windows
 from optimisees.metric.artefacts import FILES, write_embeddings
 from optimisees.metric.references import RawSignals
@@ -36,6 +37,7 @@ ENCODERS: Mapping[str, Choice] = {
 the other's; an output exists only for a pair."""
 NEIGHBOURS = (1, 5, 10)
 """Numbers of neighbours of which a training reports recall and accuracy."""
+_log = logging.getLogger("l2lopt")
 
 
 class SequenceMetric(Optimisee):
@@ -58,13 +60,15 @@ class SequenceMetric(Optimisee):
         loss: Options of `StructuralLoss`.
         per_class: Number of windows of every activity in a batch.
         evaluation_size: Number of windows in a batch of an evaluation.
-        evaluation_windows: Number of windows of a split that an evaluation uses, always the same; by default all.
+        evaluation_windows: Number of windows of a split that an evaluation uses, always the same; by default all. The
+            siamese encoder's retrieval at the end of a training is among all of them in any case.
         data: Folder of the data sets, by default the value of L2LOPT_DATA; or windows.
         dtype: Data type of the parameters and windows.
         device: Device of all tensors.
 
     Raises:
-        UserError: For values out of range, missing or malformed data, and a split without an activity.
+        UserError: For values out of range, missing or malformed data, fewer than two activities, and a split without
+            one of them.
     """
 
     artefact_files: ClassVar[tuple[str, ...]] = FILES
@@ -105,6 +109,7 @@ class SequenceMetric(Optimisee):
         self.per_class, self.evaluation_size, self.few = per_class, evaluation_size, evaluation_windows
         self.dtype, self.device = getattr(torch, dtype), torch.device(device)
         whole = data if isinstance(data, Windows) else har.load(data_root(data))
+        at_least_two_classes(f"{where}: data", whole.activities)
         self._digest = whole.digest()
         train, test = whole.split(test_subjects)
         inner, heldout = train.split(heldout_subjects) if heldout_subjects else (train, None)
@@ -151,7 +156,7 @@ class SequenceMetric(Optimisee):
     def evaluation_batches(self, split: Split, seed: int) -> Iterator[tuple[Batch, int]]:
         """The split's windows in an order drawn once and for all, `evaluation_size` at a time."""
         if split not in self._whole:
-            parts = self._order(split).split(self.evaluation_size)
+            parts = self._order(split)[: self.few].split(self.evaluation_size)
             self._whole[split] = [(self._at(split, rows), len(rows)) for rows in parts]
         yield from self._whole[split]
 
@@ -176,13 +181,18 @@ class SequenceMetric(Optimisee):
     def whole_metrics(self, params: Params, aux: Aux, split: Split, report: Report = silent) -> dict[str, float]:
         """Recall, mean average precision and the neighbours' accuracy among other subjects' windows, of `retrieval`.
 
-        The windows are those of an evaluation. None for a split of one subject, and where training has diverged.
+        The windows are all of the split; of the coupled encoder, which takes a pass over every pair of them, those of
+        an evaluation. None for a split of one subject, and where training has diverged.
         """
-        rows = self._order(split)
-        windows = self.windows(split)
+        rows, windows = self._order(split), self.windows(split)
+        if self.encoder == "coupled" and self.few is not None and self.few < len(rows):
+            _log.info("recall, mAP and k-NN are of %d of %d %s windows", self.few, len(rows), split)
+            rows = rows[: self.few]
         labels, subjects = windows.labels[rows], windows.subjects[rows]
         fewest = len(subjects) - int(subjects.bincount().max())
         ks = tuple(k for k in NEIGHBOURS if k <= fewest)
+        if not ks:
+            _log.warning("no recall, mAP and k-NN: all %s windows are of one subject, whose own do not count", split)
         # Looked at here: the distance of two outputs that are not finite is 0, which would rank them first.
         if not ks or not all(value.isfinite().all() for value in params.values()):
             return {}
@@ -291,9 +301,9 @@ class SequenceMetric(Optimisee):
         return output[-1]
 
     def _order(self, split: Split) -> Tensor:
-        """The windows of an evaluation by their places, in their order."""
+        """All windows by their places, in an order drawn once and for all, with which every evaluation begins."""
         source = generator("whole", split)
-        return torch.randperm(len(self.windows(split).labels), generator=source)[: self.few]
+        return torch.randperm(len(self.windows(split).labels), generator=source)
 
     def _drawn(self, split: Split, seed: int, first: int, count: int) -> Tensor:
         """The windows of `count` steps from `first` on, [count, classes · `per_class`], by a seed for each step."""

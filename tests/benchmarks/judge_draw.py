@@ -24,23 +24,14 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
+import l2lopt
 from l2lopt.core.layout import Params
-from l2lopt.experiments.build import build_training
 from l2lopt.experiments.config import TrainConfig, load
-from l2lopt.storage import tensor_file
 from l2lopt.training import train as training
 from l2lopt.training.train import Trained, TrainSettings
 from optimisees import Draw, ModuleOptimisee, convnet
 
 RIGHT = 0.97
-
-
-def restored(run: Path) -> tuple[TrainConfig, Draw, Params]:
-    """A run's config, its model with data, and its parameters."""
-    config = load(run / "config.toml", kind=TrainConfig)
-    _, tensors = tensor_file.read(run / "model.safetensors", "l2lopt.model", "a model", "train it first")
-    params = {name.removeprefix("params/"): value for name, value in tensors.items() if name.startswith("params/")}
-    return config, build_training(config).optimisee, params
 
 
 def estimate(model: Draw, params: Params, images: int, draws: int) -> float:
@@ -106,7 +97,7 @@ def main() -> None:
     judged: dict[str, Any] = {}
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for run in options.runs:
-        config, model, params = restored(run)
+        config, (model, params, _) = load(run / "config.toml", kind=TrainConfig), l2lopt.load_trained(run)
         choice = config.optimisee
         if choice["dataset"] not in judged:
             judged[choice["dataset"]] = classifier(choice["dataset"], options.classifier_steps)

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import implementations
 import oracles
@@ -270,6 +270,31 @@ def test_files_of_weights_cannot_name_modules():
         registry.make(TABLE, "thing", "mine.things:make", size=4)
     assert "mine.things" not in sys.modules
     assert registry.make(TABLE, "thing", "mine.things:make", size=4) == 8
+
+
+class Samples(NamedTuple):
+    """Data of an entry."""
+
+    inputs: torch.Tensor
+
+
+def over(data: str | Samples | None = None, size: int = 1, table: dict[str, int] | None = None) -> None:
+    """An entry that takes data."""
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"data": torch.zeros(2, 3)}, "data: expected a text or a Samples, found a Tensor [2, 3] of float32; change"),
+        ({"data": (torch.zeros(500),) * 2}, "data: expected a text or a Samples, found a tuple; change the value"),
+        ({"size": torch.zeros(2).numpy()}, "size: expected a number, found a ndarray [2] of float32; change the value"),
+        ({"table": [0] * 500}, "table: expected a table, found a list; change the value"),
+    ],
+)
+def test_an_object_is_shown_by_its_class_beside_the_class_that_is_wanted(options, message):
+    with pytest.raises(UserError) as caught:
+        registry.make({"over": over}, "thing", "over", **options)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import datetime
 import math
 import re
 import tomllib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -67,6 +68,42 @@ def test_every_field_is_documented():
 )
 def test_a_change_reaches_its_field(change, value):
     assert value(configs.load(RECIPE, [change]))
+
+
+@pytest.mark.parametrize("key", ["train.patience", "train.average", "threads", "label"])
+def test_an_optional_key_is_switched_off(key):
+    """Which TOML cannot say, and a config that was given as an object has all its keys."""
+    data = {"optimisee": "quadratic", "optimiser": "adam", "threads": 2, "label": "a"}
+    config = configs.load({**data, "train": {"patience": 3, "average": 2}}, kind=TrainConfig)
+    for source in (config, tomllib.loads(configs.dump(config))):
+        changed = configs.load(source, [f"{key}=none"], kind=TrainConfig)
+        found = {**changed.model_dump(), **changed.train.model_dump()}
+        assert [name for name in ("patience", "average", "threads", "label") if found[name] is None] == [
+            key.rpartition(".")[2]
+        ]
+
+
+def test_none_is_a_text_where_nothing_is_optional():
+    changed = configs.load({"optimisee": "mlp"}, ["label='none'", "optimisee.norm=none"])
+    assert (changed.label, changed.optimisee["norm"]) == ("none", "none")
+    with pytest.raises(UserError, match="seed: expected a valid integer, found 'none'"):
+        configs.load({"optimisee": "mlp"}, ["seed=none"])
+
+
+def test_weights_take_the_place_of_a_named_rule():
+    for optimiser in ("adam", {"name": "adam", "lr": 0.1}, {"weights": "ihc-lstm"}):
+        data = {"optimisee": "quadratic", "optimiser": optimiser}
+        changed = configs.load(data, ["optimiser.weights=lstm", "optimiser.lr=0.3"], kind=TrainConfig)
+        assert changed.optimiser == {"weights": "lstm", "lr": 0.3}
+    assert configs.load({"optimisee": "quadratic"}, ["optimiser.weights=lstm"]).optimiser == {"weights": "lstm"}
+
+
+def test_a_run_of_a_runs_config_has_that_runs_name(tmp_path):
+    assert configs.default_folder(Path("configs/demo.toml")) == Path("runs/demo")
+    assert configs.default_folder(tmp_path / "mine" / "config.toml") == Path("runs/mine")
+    (tmp_path / "config.toml").touch()
+    with pytest.raises(UserError, match=r"expected a config file, found a run's folder; give .*config\.toml"):
+        configs.find(tmp_path, "", "a config file")
 
 
 def test_a_name_becomes_a_table_when_its_option_is_changed():

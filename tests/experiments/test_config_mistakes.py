@@ -82,6 +82,26 @@ def test_a_mistake_is_told_before_any_work(monkeypatch, change, message):
     assert str(caught.value).isprintable()
 
 
+def test_a_config_of_the_other_kind_is_named():
+    message = "expected a config of training, found one of meta-training; use l2lopt meta-train"
+    with pytest.raises(UserError, match=message):
+        configs.load("demo", ["train.steps=3"], kind=TrainConfig)
+    message = "expected a config of meta-training, found one of training; use l2lopt train"
+    with pytest.raises(UserError, match=message):
+        configs.load("ptb-small", ["seed=1"])
+
+
+def test_the_name_of_weights_in_the_place_of_a_rules_has_a_remedy():
+    message = r"optimiser: expected the name of an optimiser, found the weights 'lstm'; write \{weights='lstm'\}"
+    for built in (
+        lambda: build.build(configs.load(QUADRATIC, ["optimiser=lstm"])),
+        lambda: build.build_training(configs.load(TRAINED, ["optimiser.name=lstm"], kind=TrainConfig)),
+        lambda: build.ready_optimiser("lstm"),
+    ):
+        with pytest.raises(UserError, match=message):
+            built()
+
+
 @pytest.mark.parametrize("key", ["meta.batch", "validation.seeds"])
 def test_a_comparison_needs_no_memory_for_meta_training(monkeypatch, key):
     monkeypatch.setattr(memory, "available_memory", lambda device: 10**9)

@@ -89,6 +89,9 @@ def test_trains_and_paints_from_the_command_line(tmp_path, monkeypatch, capsys):
     assert png.read_bytes() == first
     called(monkeypatch, capsys, "sample", run, "--count", 3, "--seed", 1)
     assert png.read_bytes() != first
+    code, _, err = called(monkeypatch, capsys, "sample", run, "--prompt", "the")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "expected no prompt of a trained model of images, found --prompt; leave it out" in err
     (run / "model.safetensors").unlink()
     code, _, err = called(monkeypatch, capsys, "sample", run)
     assert (code, err.count("\n")) == (2, 1)

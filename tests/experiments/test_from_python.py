@@ -3,8 +3,10 @@
 import tomllib
 from functools import partial
 
+import laws
 import pytest
 import torch
+from implementations import SPOTS, few_labelled
 from killing import killed
 from torch import nn
 
@@ -12,7 +14,7 @@ import l2lopt
 import optimisees
 from l2lopt import optimisers
 from l2lopt.core.errors import UserError
-from l2lopt.experiments import build, from_python
+from l2lopt.experiments import build, from_python, runs
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import TrainConfig
 from optimisees import ModuleOptimisee, Reparametrised
@@ -36,6 +38,7 @@ META = [
     "evaluation.multipliers=[]",
 ]
 RULE = {"name": "coordinatewise", "hidden_size": 3}
+ADAM = {"name": "adam", "lr": 0.01}
 TRAIN = ["threads=1", "train.steps=6", "train.checkpoint_every=1", "train.evaluate_every=3"]
 
 
@@ -157,6 +160,41 @@ def test_any_optimisee_is_one(tmp_path):
     data = InMemory(INPUTS, TARGETS, INPUTS, TARGETS)
     without = ModuleOptimisee(partial(nn.Linear, 3, 2), nn.functional.cross_entropy, data, batch_size=20, heldout=0.0)
     assert l2lopt.train(without, tmp_path / "trained", optimiser="torch.optim.SGD", changes=TRAIN).steps == 6
+
+
+def test_an_object_of_the_librarys_classes_has_their_files_and_says_how_to_sample(tmp_path):
+    task = optimisees.SequenceLabelling(few_labelled(), hidden_size=2, batch_size=3)
+    l2lopt.train(task, tmp_path / "labels", optimiser=ADAM, changes=TRAIN)
+    names = [str(path.relative_to(tmp_path / "labels")) for path in runs.training_files(tmp_path / "labels")]
+    assert {"labels.json", "figures/labelled-sequence.png"} <= {*names}
+    grey = SPOTS._replace(train_inputs=SPOTS.train_inputs[:, :1], test_inputs=SPOTS.test_inputs[:, :1])
+    draw = optimisees.Draw(grey, hidden_size=2, latent_size=2, steps=2, batch_size=3)
+    l2lopt.train(draw, tmp_path / "draw", optimiser=ADAM, changes=TRAIN)
+    message = "found one made in Python, a Draw; call sample_images on that object"
+    with pytest.raises(UserError, match=message):
+        l2lopt.sample_images(tmp_path / "draw")
+    message = "expected a trained language model or DRAW, found the run of another optimisee, SequenceLabelling; give"
+    with pytest.raises(UserError, match=message):
+        l2lopt.sample(tmp_path / "labels")
+
+
+def test_a_trained_model_is_loaded(tmp_path):
+    """Also into a module of one's own, whose test-mode loss is then that of the run."""
+    result = l2lopt.train(problem(), tmp_path / "run", optimiser=ADAM, changes=TRAIN)
+    found = l2lopt.load_trained(tmp_path / "run", optimisee=problem())
+    laws.assert_same((found.params, found.aux), (result.params, result.aux))
+    assert [*found.params] == [*problem().init(0)[0]]
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2))
+    model.load_state_dict({**found.params, **found.aux}, strict=False)
+    data, model = found.optimisee.data, model.eval()
+    loss = nn.functional.cross_entropy(model(data.test_inputs), data.test_targets)
+    assert float(loss.detach()) == pytest.approx(result.metrics["loss"], rel=1e-5)
+    with pytest.raises(UserError, match="optimisee: expected 1 made in Python, as the config says, found none"):
+        l2lopt.load_trained(tmp_path / "run")
+    with pytest.raises(UserError, match=r"config\.toml: expected a trained model, found nothing; give a folder"):
+        l2lopt.load_trained(tmp_path)
+    l2lopt.train({"optimisee": "quadratic", "optimiser": ADAM}, tmp_path / "named", changes=TRAIN)
+    assert isinstance(l2lopt.load_trained(tmp_path / "named", changes=["device=cpu"]).optimisee, optimisees.Quadratic)
 
 
 def test_what_is_no_optimisee_is_refused(run, tmp_path):

@@ -213,6 +213,7 @@ def test_trains_and_speaks_from_the_command_line(tmp_path, monkeypatch, capsys, 
         ((run, "--prompt", word), f"prompt: expected {unit}s of the vocabulary, found '{word}'"),
         ((run, "--temperature", -1), "sample: temperature: expected at least 0, found -1.0"),
         ((tmp_path, "--prompt", "the"), "config.toml: expected a trained language model, found nothing"),
+        ((run, "--count", 8), "expected no count of a trained language model, found --count; leave it out"),
     ):
         code, _, err = called(monkeypatch, capsys, "sample", *arguments)
         assert (code, err.count("\n")) == (2, 1)

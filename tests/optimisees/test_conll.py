@@ -130,7 +130,7 @@ def test_without_seqeval_there_is_a_command(tmp_path, monkeypatch):
         raise ModuleNotFoundError(f"No module named {name!r}")
 
     monkeypatch.setattr(conll.importlib, "import_module", refusing)
-    with pytest.raises(UserError, match=re.escape('found none; pip install "l2lopt[labelling]"')):
+    with pytest.raises(UserError, match=re.escape('found none; pip install "l2lopt[labelling] @ git+https://')):
         conll.files(*three(tmp_path))
 
 

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from implementations import SPOTS, normal
+from PIL import Image
 from test_attention import by_definition
 from torch.distributions import Bernoulli, Normal, kl_divergence
 from torch.func import functional_call
@@ -360,6 +361,32 @@ def test_learning_beats_pixels_that_know_nothing_of_each_other():
 def test_values_out_of_range_are_refused(options, message):
     with pytest.raises(UserError, match=message):
         small(**options)
+
+
+def test_images_of_another_kind_are_refused():
+    """Numbers in [0, 1] would be divided by 255 in silence."""
+    floats = SPOTS.train_inputs / 255
+    for images, found in (
+        (floats, r"a Tensor \[20, 2, 5, 4\] of float32"),
+        (SPOTS.train_inputs[:, 0], r"a Tensor \[20, 5, 4\] of uint8"),
+    ):
+        message = rf"draw: images: expected uint8 \[n, channels, height, width\], found {found}; give uint8"
+        for data in (SPOTS._replace(train_inputs=images), SPOTS._replace(test_inputs=images)):
+            with pytest.raises(UserError, match=message):
+                small(dataset=data)
+    model = small()
+    with pytest.raises(UserError, match=r"such as \(255 \* x\)\.byte\(\)"):
+        model.reconstruct(model.init(0)[0], floats)
+
+
+def test_grey_images_of_a_folder_have_one_channel(tmp_path):
+    for index in range(5):
+        Image.new("L", (4, 5), 40 * index).save(tmp_path / f"{index}.png")
+    model = Draw(str(tmp_path), **{**SMALL.keywords, "batch_size": 2})
+    assert model.data.train_inputs.shape == (4, 1, 5, 4)
+    assert model.init(0)[0]["canvas"].shape == (1, 5, 4)
+    Image.new("RGB", (4, 5), (1, 2, 3)).save(tmp_path / "5.png")
+    assert Draw(str(tmp_path), **{**SMALL.keywords, "batch_size": 2}).data.train_inputs.shape == (5, 3, 5, 4)
 
 
 def test_draws_per_weight_and_rounds_are_at_least_one():

@@ -7,6 +7,7 @@ import pickle
 import shutil
 import struct
 import tarfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -50,11 +51,13 @@ def test_images_are_decoded_once_and_again_when_they_change(folder, caplog):
         image_folders._decoded.cache_clear()
         caplog.clear()
         data = images.load(str(folder))
-        return data, sum("once" in record.message for record in caplog.records)
+        return data, sum(record.message.startswith("decoding") for record in caplog.records)
 
     first, count = decodings()
     assert count == 1
     assert (folder.parent / ".l2lopt-cache" / "pictures-native.safetensors").is_file()
+    assert "the decoded images are kept in" in caplog.text
+    assert str(Path(".l2lopt-cache", "pictures-native.safetensors")) in caplog.text
     again, count = decodings()
     assert count == 0
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))

@@ -216,6 +216,7 @@ def test_initial_values():
         ({"dropout": 1.0}, r"dropout: expected a share in \[0, 1\)"),
         ({"cell": "deep-gr"}, "cell: expected a known name, found 'deep-gr'"),
         ({"data": "conl"}, "data: expected a known name, found 'conl'; did you mean 'conll'?"),
+        ({"data": SIGNALS._replace(classes=("O",))}, "data: expected at least two classes, found O; give samples of"),
     ],
 )
 def test_mistakes(options, message):

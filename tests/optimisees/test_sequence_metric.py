@@ -1,5 +1,6 @@
 """Sequence metrics: the encoders by PyTorch's GRU and by a single pair, batches, splits, and all pairs at once."""
 
+import logging
 from functools import partial
 
 import laws
@@ -17,6 +18,7 @@ from optimisees.metric.retrieval import retrieval
 from implementations import SEQUENCE_METRICS  # isort: skip
 
 SIAMESE, COUPLED = SEQUENCE_METRICS.values()
+ONE_CLASS = some_windows().chosen(some_windows().labels == 0)._replace(activities=("a",))
 each_form = pytest.mark.parametrize("form", [SIAMESE, COUPLED], ids=["siamese", "coupled"])
 
 
@@ -127,12 +129,14 @@ def test_a_few_steps_bring_classes_together():
 
 
 @each_form
-def test_retrieval_of_a_whole_split(form):
-    """That of the windows of an evaluation, whatever batches it goes through."""
+def test_retrieval_of_a_whole_split(form, caplog):
+    """That of all windows, or of the evaluation's for the coupled form, whatever batches it goes through."""
+    caplog.set_level(logging.INFO, "l2lopt")
     model = form(evaluation_windows=9, evaluation_size=4)
     params, aux = model.init(0)
-    rows = torch.cat([batch["inputs"] for batch, _ in model.evaluation_batches("test", 0)])
     everyone = model.inputs("test")
+    rows = torch.cat([batch["inputs"] for batch, _ in model.evaluation_batches("test", 0)])
+    rows = everyone if model.encoder == "siamese" else rows
     places = torch.tensor([int((everyone == row).flatten(1).all(1).nonzero()) for row in rows])
     windows = model.windows("test")
     expected = retrieval(model.all_distances(params, rows), windows.labels[places], windows.subjects[places], (1,))
@@ -141,9 +145,13 @@ def test_retrieval_of_a_whole_split(form):
     assert found["accuracy, 1-NN"] == expected.accuracy[1]
     assert found["mAP"] == pytest.approx(expected.mean_average_precision)
     assert "recall@10" not in found  # a query has fewer windows of others
+    few = ["recall, mAP and k-NN are of 9 of 12 test windows"]
+    assert caplog.messages == ([] if model.encoder == "siamese" else few)
     endless = {name: value * float("nan") for name, value in params.items()}
     assert model.whole_metrics(endless, aux, "test") == {}
-    assert model.whole_metrics(params, aux, "heldout") == {}  # of one subject alone
+    caplog.clear()
+    assert model.whole_metrics(params, aux, "heldout") == {}
+    assert "no recall, mAP and k-NN: all heldout windows are of one subject" in caplog.messages[0]
 
 
 def test_the_coupling_of_an_evaluation():
@@ -178,6 +186,7 @@ def test_the_coupling_of_an_evaluation():
             "expected evaluation_size and evaluation_windows from 2 on, for pairs, found 5 and 1",
         ),
         ({"evaluation_size": 1}, "from 2 on, for pairs, found 1 and None; raise them"),
+        ({"data": ONE_CLASS}, "sequence-metric: data: expected at least two classes, found a; give samples"),
     ],
 )
 def test_mistakes(options, message):

@@ -29,6 +29,17 @@ def test_words_in_order_of_first_appearance_over_all_three(tmp_path):
     assert [text.tolist() for text in found[1:]] == [[0, 1, 2, 1, 3, 2], [3, 4, 2], [0, 0, 2]]
 
 
+def test_rare_words_are_unknown_and_the_vocabulary_is_the_training_texts(tmp_path):
+    paths = written(tmp_path, b"a b\na c\n", b"a d\n", b"b\n")
+    found = files(**paths, minimum=2)
+    assert found.vocabulary.tokens == ("<unk>", "a", EOS)
+    assert [text.tolist() for text in found[1:]] == [[1, 0, 2, 1, 0, 2], [1, 0, 2], [0, 2]]
+    assert corpus({"name": "files", **paths, "minimum": 3}).vocabulary.tokens == ("<unk>", EOS)
+    for options in ({"minimum": 0}, {"minimum": 2, "unit": "character"}):
+        with pytest.raises(UserError, match="text: minimum: expected"):
+            files(**paths, **options)
+
+
 def test_characters_and_line_ends(tmp_path):
     found = files(**written(tmp_path, b"\xef\xbb\xbfab\r\n \xc3\xa9", b"b\n\n", b"a"), unit="character")
     assert found.vocabulary.tokens == ("a", "b", EOS, " ", "é")

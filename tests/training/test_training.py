@@ -152,6 +152,15 @@ def test_real_kills(tmp_path, name):
     assert files(tmp_path / "run") == files(tmp_path / "whole")
 
 
+def test_the_last_rate_of_a_schedule_is_not_taken_for_a_mistake(caplog):
+    """At step 100 a factor is looked at again, which a cosine of as many steps has brought near 0."""
+    task, settings = optimisees.make("quadratic", size=2), TrainSettings(steps=100, schedule="cosine")
+    for lr, told in ((1.0, 0), (1e-3, 2)):
+        caplog.clear()
+        training.train(task, partial(l2lopt.LearnedOptimizer, weights="lstm", lr=lr), settings)
+        assert caplog.text.count("it is a factor") == told
+
+
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])
 def test_is_the_plain_loop(schedule):
     task = optimisees.convnet((3,), hidden=4, batch_size=8)
