@@ -36,7 +36,8 @@ def run(
         alive = steps.view(-1, *[1] * lengths.dim()) < lengths
         # Zeros instead of the padding, before any step: NaN · 0 is NaN, so masking the gradient later would not do.
         x = torch.where(alive.unsqueeze(1), x, 0.0)
-    inputs, outputs = x.unbind(0), list[Tensor]()
+    inputs = x.unbind(0)
+    outputs: list[Tensor] = []
     for t in reversed(range(len(inputs))) if reverse else range(len(inputs)):
         result = cell(inputs[t], state)
         if not outputs:
