@@ -82,9 +82,9 @@ def test_shaping_by_hand():
     es = estimators.EvolutionStrategies(4, 0.5, shaping="standardised")
     differences = torch.tensor([1.0, -1.0, 1.0, 9.0], dtype=torch.float64)
     size = (84 / 4) ** 0.5
-    laws.assert_close(es._shaped(differences, 7), 7 * 0.5 * differences / size)
+    laws.assert_close(es._shaped(differences + 2, torch.full_like(differences, 2.0), 7), 7 * 0.5 * differences / size)
     outlier = torch.tensor([100.0] + 15 * [0.0], dtype=torch.float64)  # 4 times the root mean square
-    assert float(es._shaped(outlier, 1)[0]) == 0.5 * 3
+    assert float(es._shaped(outlier, torch.zeros_like(outlier), 1)[0]) == 0.5 * 3
 
 
 def test_the_end_of_a_run_is_measured_once():

@@ -336,7 +336,6 @@ def test_speaking_follows_the_models_probabilities():
 MISTAKES = [
     ({"cell": "lstmm"}, r"cell: expected a known name, found 'lstmm'; did you mean 'lstm'"),
     ({"cell": "sru", "hidden_size": 5}, r"cell 'sru': expected input_size = hidden_size"),
-    ({"cell": "stacked"}, r"expected a cell with weights to drop, found 'stacked'; set weight_drop to 0"),
     ({"cell": "no-irc-gru"}, r"expected a cell with weights to drop, found 'no-irc-gru'; set weight_drop to 0"),
     ({"layers": 0}, r"language-model: layers: expected from 1 to 10000, found 0"),
     ({"input_dropout": 1.0}, r"language-model: dropout of inputs: expected a share in \[0, 1\), found 1.0"),

@@ -273,7 +273,7 @@ def test_what_does_not_go_together_is_refused_before_anything_is_made(tmp_path, 
 
 def test_without_the_package_there_is_a_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "cmaes", None)
-    with pytest.raises(UserError, match=r'expected the package cmaes, found none; pip install "l2lopt\[cma\]"'):
+    with pytest.raises(UserError, match=r'expected the package cmaes, found none; pip install "l2lopt\[cma\] @ git'):
         build.build(configs.load(RECIPE, [*SMALL, *WHOLE, "meta.cma={}"]))
 
 

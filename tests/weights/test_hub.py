@@ -140,5 +140,5 @@ def test_without_a_connection_it_is_one_line(file, monkeypatch):
 
 def test_without_the_extra_it_says_what_to_install(file, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
-    with pytest.raises(UserError, match=r'pip install "l2lopt\[hub\]"'):
+    with pytest.raises(UserError, match=r'pip install "l2lopt\[hub\] @ git'):
         hub.push(file, "me/mine")
