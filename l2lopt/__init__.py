@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from l2lopt.experiments.controls import controls
     from l2lopt.experiments.demo import demo
     from l2lopt.experiments.make_optimisee import make_optimisee
-    from l2lopt.experiments.runs import evaluate, meta_train, plot, publish, train
+    from l2lopt.experiments.publish import publish
+    from l2lopt.experiments.runs import evaluate, meta_train, plot, train
     from l2lopt.experiments.samples import paint as paint  # the earlier name of sample_images
     from l2lopt.experiments.samples import sample, sample_images
     from l2lopt.experiments.trained_model import load_trained
@@ -41,7 +42,7 @@ _HOME = {
     "paint": "experiments.samples",
     "parameter_groups": "torch_optim.parameter_groups",
     "plot": "experiments.runs",
-    "publish": "experiments.runs",
+    "publish": "experiments.publish",
     "pull": "weights.hub",
     "push": "weights.hub",
     "reproduce": "experiments.comparison_study",

@@ -84,6 +84,7 @@ def evaluate(
     optimisee: Optimisee,
     settings: EvaluationSettings,
     *,
+    controls: Mapping[str, Optimiser] = MappingProxyType({}),
     seed: int = 0,
     report: Report = silent,
     caches: Mapping[str, RunCache] = NO_CACHES,
@@ -101,6 +102,8 @@ def evaluate(
         learned: Label → optimiser, or factory of a `torch.optim.Optimizer` as `run_free` takes it.
         optimisee: Problem.
         settings: Seeds, steps, horizons, baselines.
+        controls: Label → optimiser that takes part as it is and has no second row, such as a learned one before its
+            meta-training.
         seed: Seed of all seeds.
         report: Progress.
         caches: Name of an optimiser in the results → store of its runs' curves, of those that have one.
@@ -111,6 +114,7 @@ def evaluate(
     """
     horizons = settings.checked_horizons()
     entered = [contestant for name, rule in learned.items() for contestant in rows_of(name, rule, settings)]
+    entered += [contestants.learned(name, rule) for name, rule in controls.items()]
     entered += [baseline.contestant() for baseline in settings.baselines]
     names = [contestant.name for contestant in entered]
     if len(set(names)) < len(names):

@@ -94,3 +94,8 @@ def learned(name: str, optimiser: Optimiser | OptimizerFactory, multipliers: Seq
 def tuned_name(name: str) -> str:
     """The name of a learned optimiser's second row, in which the multiplier is tuned."""
     return f"{name}, multiplier tuned"
+
+
+def untrained_name(name: str) -> str:
+    """The name of a learned optimiser's row with the φ that its meta-training began from."""
+    return f"{name}, before meta-training"

@@ -170,6 +170,9 @@ class EvaluationSettings(Settings):
     multipliers: list[PositiveFloat] = Field(default_factory=lambda: half_decades(1e-2, 9))
     """Factors of a learned optimiser's updates to choose from, in a second row beside the one as it is; of none or a
     single one, which is nothing to choose from, there is no such row."""
+    before_meta_training: bool = True
+    """Whether each learned optimiser has a row with the φ that its meta-training began from, as it is: what
+    meta-training has changed. `l2lopt evaluate` alone has it; a study names its rows itself."""
 
     def checked_horizons(self) -> list[int]:
         """The horizons, rising, the last one the end of the run.

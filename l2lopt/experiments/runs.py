@@ -14,6 +14,7 @@ from l2lopt.core.registry import Choice
 from l2lopt.core.types import Report, silent
 from l2lopt.evaluation import comparison
 from l2lopt.evaluation.comparison import Evaluation
+from l2lopt.evaluation.contestants import untrained_name
 from l2lopt.experiments import build, from_python
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import Config, TrainConfig, meta_training_config, training_config
@@ -25,7 +26,6 @@ from l2lopt.experiments.run_folder import (
     claimed,
     draw_evaluation,
     draw_meta_training,
-    evaluation_summary,
     leave_evaluation,
     row_names,
     writable,
@@ -134,7 +134,7 @@ def evaluate(
     cache: str | Path | None = None,
     report: Report = silent,
 ) -> Evaluation:
-    """Compares the learned optimisers of one or more runs with tuned baselines, all on the same fresh problems.
+    """Compares the learned optimisers of one or more runs, also as they began, with tuned baselines on fresh problems.
 
     Leaves `evaluation.csv`, `evaluation.json` (table, chosen rates, warnings) and `figures/loss-curves` in every run's
     folder, and the same for TensorBoard in `tensorboard/`. Started by `torchrun`, its processes share out the problems.
@@ -161,7 +161,7 @@ def evaluate(
         >>> changes += ["evaluation.baselines=[{optimiser='adam', rates=[0.01, 0.1]}]", "evaluation.multipliers=[]"]
         >>> result = l2lopt.evaluate(run, optimisee=problem, changes=changes)
         >>> sorted({row.optimiser for row in result.table})
-        ['adam', 'learned-lstm']
+        ['adam', 'learned-lstm', 'learned-lstm, before meta-training']
     """
     folders = [Path(run) for run in runs]
     if not folders:
@@ -176,14 +176,17 @@ def evaluate(
                 raise UserError(str(folder), expected=expected, found=found, remedy="evaluate it by itself")
     with processes.together(), ExitStack() as held:
         first = build.build(_alone(settings[0]), from_python.listed(optimisee)[:1], meta_training=False)
-        learned, rules = {}, {}
+        rules, controls, backends, begun = {}, {}, {}, []
         for folder, own in zip(folders, settings, strict=True):
-            name = next(name for name in row_names(own.name, folder) if name not in learned)
-            optimiser = build.match_dtype(
-                weights.load(folder / "optimiser.safetensors", trusted=True), [first.optimisee]
-            )
-            rules[name] = optimiser
-            learned[name] = kernels.fuse(optimiser.to(build.device(own.device)), own.backend)
+            name = next(name for name in row_names(own.name, folder) if name not in rules)
+            rules[name] = weights.load(folder / "optimiser.safetensors", trusted=True)
+            backends[name] = backends[untrained_name(name)] = own.backend
+            if own.evaluation.before_meta_training and own.optimiser not in begun:
+                begun.append(own.optimiser)  # runs of one seed that began alike have one row between them
+                controls[untrained_name(name)] = build.initial_optimiser(own)
+        place = build.device(settings[0].device)
+        every = {n: build.match_dtype(rule, [first.optimisee]).to(place) for n, rule in (rules | controls).items()}
+        ready = {name: kernels.fuse(rule, backends[name]) for name, rule in every.items()}
         locks = [locked(folder) for folder in folders]
         processes.on_first(lambda: list(map(held.enter_context, locks)))
         asked = settings[0].evaluation
@@ -191,10 +194,16 @@ def evaluate(
         if cache is not None:
             processes.on_first(lambda: writable(Path(cache), "choose another cache"))
             problem = settings[0].optimisee if optimisee is None else first.optimisee
-            caches = contestant_caches(cache, problem, first.optimisee, asked.baselines, rules)
+            caches = contestant_caches(cache, problem, first.optimisee, asked.baselines, every)
         with cpu_threads(settings[0].threads):
             result = comparison.evaluate(
-                learned, first.optimisee, asked, seed=settings[0].seed, report=report, caches=caches
+                {name: ready[name] for name in rules},
+                first.optimisee,
+                asked,
+                controls={name: ready[name] for name in controls},
+                seed=settings[0].seed,
+                report=report,
+                caches=caches,
             )
         for folder in folders if processes.rank() == 0 else ():
             leave_evaluation(folder, result)
@@ -330,42 +339,6 @@ def plot(*runs: str | Path) -> list[Path]:
             paths += draw_evaluation(folder, folder.name)
         paths += found
     return paths
-
-
-def publish(run: str | Path, path: str | Path, **facts: Any) -> Path:
-    """Writes the learned optimiser of a run to a file for others, and gives its path.
-
-    The header's "training" has the run's config, what it cost, the table of its evaluation where there is one, and
-    `facts`. `weights.header` reads it, `l2lopt weights FILE` shows it.
-
-    Args:
-        run: Folder that `meta_train` has left.
-        path: Path of the file.
-        facts: Further facts, anything JSON can say; "seconds" are those of the meta-training, "comparisons" are tables
-            of problems by their label, lines as in `evaluation.json`. `weights.card.model_card` shows these, and
-            "license", "benchmark", "failures" and "safe_range".
-
-    Raises:
-        UserError: For a folder without a run, or damaged files.
-
-    Example:
-        >>> import l2lopt
-        >>> run = "runs/mine"  # a folder that l2lopt.meta_train has left
-        >>> l2lopt.publish(run, "mine.safetensors", author="me")  # doctest: +SKIP
-        PosixPath('mine.safetensors')
-    """
-    folder, file = Path(run), Path(run) / "optimiser.safetensors"
-    training = weights.header(file)["training"]
-    config = meta_training_config(folder, ())
-    training["config"] = config.model_dump(mode="json", exclude_none=True)
-    if (folder / "evaluation.json").exists():
-        table = evaluation_summary(folder / "evaluation.json")["table"]
-        training["comparisons"] = {"its own problem": table}
-        shown, named = {row["optimiser"] for row in table}, row_names(config.name, folder)
-        if found := [name for name in named if name in shown]:  # none after an evaluation by another label
-            training["row"] = found[-1]  # those before it are other runs'
-    weights.save(weights.load(file, trusted=True), path, training | facts)
-    return Path(path)
 
 
 def _log_position(checkpoint: CheckpointFile) -> tuple[int, str | None]:

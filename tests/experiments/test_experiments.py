@@ -82,6 +82,7 @@ def test_the_csv_has_the_promised_columns(run):
     assert {row["optimiser"] for row in rows} == {
         "learned-lstm",
         "learned-lstm, multiplier tuned",
+        "learned-lstm, before meta-training",
         "momentum",
         "adam",
         "adamw",
@@ -273,13 +274,34 @@ def test_a_mistake_leaves_no_folder(tmp_path):
 def test_runs_are_evaluated_side_by_side(run, tmp_path):
     other = l2lopt.meta_train(RECIPE, tmp_path / "other", changes=[*SMALL, "meta.updates=2"])
     result = l2lopt.evaluate(run, other, changes=["evaluation.baselines=[]", "evaluation.multipliers=[]"])
-    assert [name for name in result.seconds] == ["learned-lstm", "learned-lstm (other)"]
+    begun = "learned-lstm, before meta-training"  # one for both, which began alike
+    assert [name for name in result.seconds] == ["learned-lstm", "learned-lstm (other)", begun]
     assert (run / "evaluation.csv").read_bytes() == (other / "evaluation.csv").read_bytes()
     runs.plot(other)
     assert (other / "figures" / "loss-curves.png").stat().st_size > 10_000
     for folder, row in ((run, "learned-lstm"), (other, "learned-lstm (other)")):
         published = l2lopt.publish(folder, tmp_path / "published.safetensors")
         assert files.header(published)["training"]["row"] == row
+    l2lopt.evaluate(run)
+
+
+def test_beside_a_rule_stands_what_its_meta_training_began_from(run, tmp_path):
+    """Of a rule that goes on from another one's weights it is that other one."""
+    changes = [
+        f"optimiser={{weights='{run / 'optimiser.safetensors'}'}}",
+        "label=mine",
+        SMALL[0],
+        *SMALL[2:],
+        "meta.keep=last",
+    ]
+    further = l2lopt.meta_train(RECIPE, tmp_path / "further", changes=changes)
+    asked = ["evaluation.baselines=[]", "evaluation.multipliers=[]"]
+    alone = l2lopt.evaluate(run, changes=[*asked, "evaluation.before_meta_training=false"]).rows
+    assert {row.optimiser for row in alone} == {"learned-lstm"}
+    rows = l2lopt.evaluate(further, changes=asked).rows
+    before = [row.loss for row in rows if row.optimiser == "mine, before meta-training"]
+    assert before == [row.loss for row in alone]
+    assert before != [row.loss for row in rows if row.optimiser == "mine"]
     l2lopt.evaluate(run)
 
 
@@ -394,9 +416,8 @@ def test_runs_of_one_name_keep_a_line_each(run, tmp_path):
     for place in ("a", "b", "c"):
         shutil.copytree(run, tmp_path / place / "lstm")
     result = l2lopt.evaluate(*(tmp_path / place / "lstm" for place in "abc"))
-    assert (
-        len({row.optimiser for row in result.table if row.kind == "learned"}) == 6
-    )  # each as it is and with its multiplier tuned
+    # Each as it is and with its multiplier tuned, and as all of them began.
+    assert len({row.optimiser for row in result.table if row.kind == "learned"}) == 7
     with pytest.raises(UserError, match="evaluate: expected each run once"):
         l2lopt.evaluate(tmp_path / "a" / "lstm", tmp_path / "b" / ".." / "a" / "lstm")
 

@@ -117,7 +117,11 @@ def test_held_out_samples_belong_to_the_optimisee(run):
 
 def test_a_run_is_evaluated_on_its_optimisee(run):
     result = l2lopt.evaluate(run, optimisee=problem())
-    assert {row.optimiser for row in result.table} == {"sgd", "learned-lstm"}
+    assert {row.optimiser for row in result.table} == {
+        "sgd",
+        "learned-lstm",
+        "learned-lstm, before meta-training",
+    }
     assert (run / "evaluation.csv").is_file()
     assert l2lopt.plot(run)
 

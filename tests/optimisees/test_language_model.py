@@ -416,7 +416,9 @@ def test_an_optimiser_is_meta_trained_and_compared(tmp_path):
     run = l2lopt.meta_train(config, tmp_path / "run")
     rows = l2lopt.evaluate(run).table
     assert {(row.optimiser, row.split) for row in rows} == {
-        (name, split) for name in ("learned-lstm", "sgd") for split in ("train", "test")
+        (name, split)
+        for name in ("learned-lstm", "learned-lstm, before meta-training", "sgd")
+        for split in ("train", "test")
     }
     assert all(0 < row.mean < 2 * math.log(17) for row in rows)
     optimiser = {"weights": str(run / "optimiser.safetensors")}
