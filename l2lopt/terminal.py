@@ -8,6 +8,7 @@ from datetime import timedelta
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unicodedata import category
 
 import rich.table
 from rich.console import Console
@@ -22,8 +23,12 @@ if TYPE_CHECKING:
     from l2lopt.core.types import Report
     from l2lopt.report.tables import Table
 
-console = Console(stderr=False)
-errors = Console(stderr=True, soft_wrap=True)
+console = Console(stderr=False, emoji=False)
+errors = Console(stderr=True, soft_wrap=True, emoji=False)
+_SPACES = "".join(c for c in map(chr, range(0x3001)) if category(c) == "Zs")
+_JOINERS = "\u200c\u200d"  # of Persian, of Indian scripts and of emoji
+_KEPT = f"\n\t{_SPACES}{_JOINERS}"
+"""What a text that is shown as it is may have beside printable characters, among which Python has no other space."""
 
 
 @contextmanager
@@ -113,4 +118,4 @@ def say(text: str, *, wrapped: bool = False) -> None:
         text: Text.
         wrapped: Whether lines are broken between words at the terminal's width; paths and messages are to stay whole.
     """
-    console.print(printable(text, but="\n\t"), markup=False, highlight=False, soft_wrap=not wrapped)
+    console.print(printable(text, but=_KEPT), markup=False, highlight=False, soft_wrap=not wrapped)

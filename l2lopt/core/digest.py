@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,28 @@ def bytes_of(value: "Tensor") -> memoryview:
     # As bytes, since NumPy has no bfloat16; flat first, since PyTorch cannot view a scalar as bytes.
     found: memoryview = value.detach().cpu().contiguous().reshape(-1).view(uint8).numpy().data
     return found
+
+
+def as_written(value: Any) -> Any:
+    """A value as a file that `storage.run_log.write_json` wrote gives it back, to be compared with what is read.
+
+    Tuples are lists there, keys strings, and a number that is not finite is None.
+
+    Example:
+        >>> from l2lopt.core.digest import as_written
+        >>> as_written({"clip": float("inf"), "sizes": (3, 4)})
+        {'clip': None, 'sizes': [3, 4]}
+    """
+    return json.loads(json.dumps(finite(value)))
+
+
+def finite(value: Any) -> Any:
+    """A value that JSON can express, with None for every number that is not finite, which JSON has no word for."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def sealed(table: Mapping[str, Any], tensors: "Mapping[str, Tensor] | None" = None) -> dict[str, Any]:

@@ -84,5 +84,10 @@ def interrupted_between_steps(patience: float = 1.0) -> Iterator[Callable[[], No
 
 
 def _is_interruptible() -> bool:
-    """Whether a handler can be put in the place of the current one; None is one that is not Python's."""
-    return threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is not None
+    """Whether a handler can be put in the place of the current one.
+
+    None is one that is not Python's; a shell's job in the background is to pass interruptions over.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    return signal.getsignal(signal.SIGINT) not in (None, signal.SIG_IGN)

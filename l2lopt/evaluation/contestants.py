@@ -8,6 +8,7 @@ from torch import Tensor
 
 from l2lopt.evaluation.torch_classes import OptimizerFactory
 from l2lopt.optimisers import Optimiser, Rate, Scheduled
+from l2lopt.report.names import BEFORE
 
 Runner: TypeAlias = Optimiser | OptimizerFactory | Sequence[OptimizerFactory]
 """What can run free: an optimiser of ours, a factory of `torch.optim.Optimizer`, or such a factory for each run."""
@@ -98,4 +99,4 @@ def tuned_name(name: str) -> str:
 
 def untrained_name(name: str) -> str:
     """The name of a learned optimiser's row with the φ that its meta-training began from."""
-    return f"{name}, before meta-training"
+    return f"{name}, {BEFORE}"

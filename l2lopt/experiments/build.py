@@ -260,7 +260,7 @@ def device(name: str) -> torch.device:
     try:
         found = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if name == "cuda" else name)
         torch.zeros(1, device=found).item()
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, ImportError) as error:  # the last where a device is another package's
         reason = f"{name!r} ({str(error).splitlines()[0]})"
         raise UserError("device", expected="a device of this machine", found=reason, remedy='use "cpu"') from None
     return found

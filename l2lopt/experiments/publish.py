@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from l2lopt.experiments.config import meta_training_config
-from l2lopt.experiments.run_folder import evaluation_summary, row_names
+from l2lopt.experiments.run_folder import evaluation_summary
 from l2lopt.weights import files as weights
 
 
@@ -30,15 +30,15 @@ def publish(run: str | Path, path: str | Path, **facts: Any) -> Path:
         >>> l2lopt.publish(run, "mine.safetensors", author="me")  # doctest: +SKIP
         PosixPath('mine.safetensors')
     """
-    folder, file = Path(run), Path(run) / "optimiser.safetensors"
+    folder, path = Path(run).expanduser(), Path(path).expanduser()
+    file = folder / "optimiser.safetensors"
     training = weights.header(file)["training"]
     config = meta_training_config(folder, ())
     training["config"] = config.model_dump(mode="json", exclude_none=True)
     if (folder / "evaluation.json").exists():
-        table = evaluation_summary(folder / "evaluation.json")["table"]
-        training["comparisons"] = {"its own problem": table}
-        shown, named = {row["optimiser"] for row in table}, row_names(config.name, folder)
-        if found := [name for name in named if name in shown]:  # none after an evaluation by another label
-            training["row"] = found[-1]  # those before it are other runs'
+        summary = evaluation_summary(folder / "evaluation.json")
+        training["comparisons"] = {"its own problem": summary["table"]}
+        if summary["own"] is not None:
+            training["row"] = summary["own"]  # beside which may be other runs'
     weights.save(weights.load(file, trusted=True), path, training | facts)
-    return Path(path)
+    return path

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from l2lopt.core.digest import opened
+from l2lopt.core.digest import as_written, opened
 from l2lopt.core.registry import Choice
 from l2lopt.evaluation.contestants import tuned_name
 from l2lopt.evaluation.free_runs import Curves
@@ -167,8 +167,7 @@ def read_run(
     """
     try:
         facts = opened(json.loads(path.read_text(encoding="utf-8")))
-        # Through JSON, as the file went: tuples have become lists there, and keys strings.
-        if facts["work"] != json.loads(json.dumps(work)) or not _agrees(facts, beside):
+        if facts["work"] != as_written(work) or not _agrees(facts, beside):
             return None
         first = _tensor(facts, facts["first"])
         losses: dict[Any, dict[int, Tensor]] = {

@@ -122,6 +122,9 @@ def _cleared(folder: Path, overwrite: bool, resume: bool, artefacts: Sequence[st
             # stays until it is replaced: it tells that these are no files of someone else's.
             if (folder / CONFIG).is_file():
                 _remove(folder, artefacts, keep=CONFIG)
+            elif any(_left(folder, artefacts)):
+                found = "files that no run has left"
+                raise UserError(str(folder), expected="a run's folder", found=found, remedy=another)
         # At once, as no other process works here.
         for path in unfinished.union(*(folder.glob(f"figures/{pattern}") for pattern in UNFINISHED)):
             path.unlink(missing_ok=True)
@@ -149,10 +152,15 @@ def _is_runs(config: Path) -> bool:
         return False
 
 
+def _left(folder: Path, artefacts: Sequence[str]) -> Iterator[Path]:
+    """The files in a folder that have the names of a run's."""
+    patterns = sorted({*_FILES, *optimisees.artefact_files(), *artefacts})
+    return chain.from_iterable(map(folder.glob, patterns))
+
+
 def _remove(folder: Path, artefacts: Sequence[str], keep: str = "") -> None:
     """Removes the files of a run, but for one by name."""
-    patterns = {*_FILES, *optimisees.artefact_files(), *artefacts} - {keep}
-    found = list(chain.from_iterable(map(folder.glob, sorted(patterns))))
+    found = [path for path in _left(folder, artefacts) if path.relative_to(folder).as_posix() != keep]
     # What tells that a run was here goes last, for whoever is stopped in between.
     for path in sorted(found, key=lambda path: (path.name == CONFIG, path.name.startswith("events."))):
         path.unlink(missing_ok=True)
@@ -206,7 +214,9 @@ def saved_tensors(folder: Path, what: str) -> tuple[Params, Aux]:
     for name in (CONFIG, MODEL):
         existing(folder / name, what, remedy)
     _, tensors = tensor_file.read(folder / MODEL, "l2lopt.model", "a model", remedy, _FACTS)
-    tensor_file.check_finite(folder / MODEL, tensors, "train again, with a lower rate")
+    # Not the loss's own state: a mask that a module keeps may be infinite.
+    trained = {name: value for name, value in tensors.items() if name.startswith("params/")}
+    tensor_file.check_finite(folder / MODEL, trained, "train again, with a lower rate")
     found: dict[str, dict[str, Tensor]] = {"params": {}, "aux": {}}
     for name, value in tensors.items():
         part, _, own = name.partition("/")
@@ -225,7 +235,7 @@ def row_names(name: str, folder: Path) -> tuple[str, str, str]:
 
 
 def evaluation_summary(path: Path) -> Mapping[str, Any]:
-    """The "table", the "horizons", the "cut" curves and the "proper" names of an `evaluation.json`.
+    """The "table", the "horizons", the "cut" curves, the "proper" names and the "own" row of an `evaluation.json`.
 
     Raises:
         UserError: For a missing or damaged file.
@@ -237,7 +247,8 @@ def evaluation_summary(path: Path) -> Mapping[str, Any]:
         cut = None if "cut" not in read else list(map(str, read["cut"]))  # older files do not say it
         proper = {name: str(value) for name, value in read.get("proper", {}).items()}
         table, horizons = [dict(row) for row in read["table"]], list(map(int, read["horizons"]))
-        return {"table": table, "horizons": horizons, "cut": cut, "proper": proper}
+        own = None if read.get("own") is None else str(read["own"])
+        return {"table": table, "horizons": horizons, "cut": cut, "proper": proper, "own": own}
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise UserError(str(path), expected="an evaluation's summary", found="damage", remedy=remedy) from None
 
@@ -283,16 +294,22 @@ def draw_meta_training(folder: Path, title: str) -> list[Path]:
     return paths
 
 
-def leave_evaluation(folder: Path, result: Evaluation) -> None:
-    """Leaves an evaluation in a run's folder: its files, its figure, and both for TensorBoard."""
-    write_evaluation(folder, result)
+def leave_evaluation(folder: Path, result: Evaluation, own: str) -> None:
+    """Leaves an evaluation in a run's folder: its files, its figure, and both for TensorBoard.
+
+    Args:
+        folder: Folder of the run.
+        result: Evaluation.
+        own: Name of the run's own row.
+    """
+    write_evaluation(folder, result, own)
     paths = draw_evaluation(folder, folder.name)
     shutil.rmtree(folder / "tensorboard", ignore_errors=True)
     write_evaluation_board(result, folder / "tensorboard", paths)
 
 
-def write_evaluation(folder: Path, result: Evaluation) -> None:
-    """Writes `evaluation.csv` and `evaluation.json` (table, chosen rates, warnings)."""
+def write_evaluation(folder: Path, result: Evaluation, own: str | None = None) -> None:
+    """Writes `evaluation.csv` and `evaluation.json` (table, chosen rates, warnings, the name of the run's own row)."""
     with (
         written_whole(folder / "evaluation.csv") as temporary,
         temporary.open("w", newline="", encoding="utf-8") as file,
@@ -308,5 +325,6 @@ def write_evaluation(folder: Path, result: Evaluation) -> None:
         "warnings": result.warnings,
         "cut": result.cut,
         "proper": result.proper,
+        "own": own,
     }
     write_json(folder / "evaluation.json", summary)

@@ -205,8 +205,8 @@ def evaluate(
                 report=report,
                 caches=caches,
             )
-        for folder in folders if processes.rank() == 0 else ():
-            leave_evaluation(folder, result)
+        for folder, name in zip(folders, rules, strict=True) if processes.rank() == 0 else ():
+            leave_evaluation(folder, result, name)
     return result
 
 

@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from l2lopt.core.allocator import keep_freed_memory, return_freed_memory
-from l2lopt.core.digest import opened
+from l2lopt.core.digest import as_written, opened
 from l2lopt.core.errors import UserError
 from l2lopt.core.types import Report
 
@@ -192,8 +192,7 @@ def load_result(path: Path, work: Mapping[str, Any]) -> dict[str, Any] | None:
     """
     try:
         facts = opened(json.loads(path.read_text(encoding="utf-8")))
-        # Compared after a round through JSON, as in the file: tuples are lists there.
-        return facts if facts.pop("work") == json.loads(json.dumps(work)) else None
+        return facts if facts.pop("work") == as_written(work) else None
     except (OSError, ValueError, KeyError, RecursionError):
         return None
 

@@ -209,7 +209,9 @@ def training_curve(
                 label = f"{'held-out' if stage == 'heldout' else shown(stage)} set"
                 panel.plot(steps, losses, color=colour, linestyle=(0, (5, 1.5)), marker="o", markersize=4, label=label)
         values = np.concatenate([losses[np.isfinite(losses)] for _, losses in curves.values()])
-        panel.set(xlabel="step", ylabel="mean loss per sample", yscale="log" if (values > 0).all() else "linear")
+        # A batch that is fitted exactly has a loss of 0, which the axis leaves out rather than flattening all else.
+        logarithmic = (values >= 0).all() and (values > 0).any()
+        panel.set(xlabel="step", ylabel="mean loss per sample", yscale="log" if logarithmic else "linear")
         panel.set_xlim(left=0)
         panel.grid(True, which="major", linewidth=0.4, alpha=0.5)
         panel.legend(frameon=False)

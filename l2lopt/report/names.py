@@ -17,6 +17,8 @@ PROPER = {
     "normalised-muon": "normalised Muon",
 }
 """Registered name → proper name."""
+BEFORE = "before meta-training"
+"""What follows the name of a rule in the row with the φ that its meta-training began from."""
 _CELLS = {"t": "T", "no": "no", "fastgrnn": "FastGRNN"} | {
     name: name.upper() for name in ("rnn", "gru", "lstm", "sru", "ihc", "irc")
 }

@@ -2,6 +2,7 @@
 
 import errno
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,8 @@ from l2lopt.core.errors import UserError
 
 _FULL = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
 """The errors of a full disk, of a file above the process's limit (`ulimit -f`), and of a used-up quota."""
+_FULL_IN_RUST = {39, 112} if sys.platform == "win32" else _FULL
+"""The same as the operating system numbers them, which on Windows are not those of `errno`."""
 
 
 @contextmanager
@@ -59,8 +62,11 @@ def disk_full(error: Exception, path: Path | str | None = None) -> UserError | N
         path: File that was written; by default the one that the error names.
     """
     in_text = re.search(r"\(os error (\d+)\)", str(error))  # as Rust writes it
-    number = error.errno if isinstance(error, OSError) else int(in_text[1]) if in_text else None
-    if number not in _FULL:
+    if isinstance(error, OSError):
+        full = error.errno in _FULL
+    else:
+        full = in_text is not None and int(in_text[1]) in _FULL_IN_RUST
+    if not full:
         return None
     where = path or getattr(error, "filename", None) or "the disk"
     found = getattr(error, "strerror", None) or str(error)

@@ -52,6 +52,7 @@ def locked(folder: Path) -> Iterator[Path]:
     try:
         with needs_space(path):
             os.ftruncate(handle, 0)
+            os.lseek(handle, 0, os.SEEK_SET)  # from where the lock was taken, on Windows
             os.write(handle, f"process {os.getpid()} on {socket.gethostname()}".encode())
         yield folder
     finally:

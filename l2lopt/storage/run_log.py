@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from l2lopt.core.digest import sealed
+from l2lopt.core.digest import finite, sealed
 from l2lopt.core.errors import UserError
 from l2lopt.core.interrupts import interrupted_after
 from l2lopt.storage.disk_space import disk_full, make_folder, needs_space, not_writable
@@ -173,8 +173,8 @@ def write_json(path: Path, value: Any, *, seal: bool = False) -> None:
         value: Value that JSON can express; a table where it is sealed.
         seal: Whether the file holds a digest of itself, which `core.digest.opened` compares.
     """
-    finite = _finite(value)
-    write_text(path, json.dumps(sealed(finite) if seal else finite, indent=2) + "\n")
+    plain = finite(value)
+    write_text(path, json.dumps(sealed(plain) if seal else plain, indent=2) + "\n")
 
 
 def existing(path: Path, what: str, remedy: str) -> Path:
@@ -207,11 +207,3 @@ def _standing(path: Path, after: int, pending: str | None) -> Iterator[str]:
             continue
         if stays:
             yield f"{line}\n"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

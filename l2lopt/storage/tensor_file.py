@@ -114,7 +114,13 @@ def check_header(path: Path, header: Mapping[str, Any], fields: Mapping[str, Any
 
 
 def check_tensors(
-    path: Path, expected: Mapping[str, Tensor], found: Mapping[str, Tensor], remedy: str, *, any_float: bool = False
+    path: Path,
+    expected: Mapping[str, Tensor],
+    found: Mapping[str, Tensor],
+    remedy: str,
+    *,
+    any_float: bool = False,
+    any_number: bool = False,
 ) -> None:
     """Refuses tensors of other names, shapes or dtypes than expected, and numbers that are not finite.
 
@@ -124,6 +130,7 @@ def check_tensors(
         found: name → tensor that was read.
         remedy: Advice for the error.
         any_float: Whether a floating dtype may stand for another.
+        any_number: Whether numbers may be other than finite.
 
     Raises:
         UserError: For what differs, by name.
@@ -135,7 +142,8 @@ def check_tensors(
         if odd:
             one, other = (", ".join(f"{name} {told.get(name, 'absent')}" for name in odd) for told in (wanted, came))
             raise UserError(str(path), expected=one, found=other, remedy=remedy)
-    check_finite(path, found, remedy)
+    if not any_number:
+        check_finite(path, found, remedy)
 
 
 def check_finite(path: Path, tensors: Mapping[str, Tensor], remedy: str) -> None:

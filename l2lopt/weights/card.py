@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from l2lopt.core.errors import UserError
+from l2lopt.report.names import BEFORE
 from l2lopt.report.tables import Table, loss_text
 from l2lopt.weights import files
 
@@ -150,7 +151,8 @@ def _failures(training: Mapping[str, Any], rule: str) -> Iterator[str]:
     """
     lines = _told_failures(training)
     for label, rows in training.get("comparisons", {}).items():
-        names = list(dict.fromkeys(row["optimiser"] for row in rows if row["kind"] == "learned"))
+        learned = [row["optimiser"] for row in rows if row["kind"] == "learned"]
+        names = [name for name in dict.fromkeys(learned) if not name.endswith(f", {BEFORE}")]
         own = [name for name in names if _is_own(name, training, rule)]
         for name in own or names:
             mine = [row for row in rows if row["optimiser"] == name]

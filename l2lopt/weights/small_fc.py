@@ -59,7 +59,7 @@ def load_small_fc(
         >>> rule = load_small_fc("mulo")  # after `hf download btherien/mulo --local-dir mulo`  # doctest: +SKIP
         >>> l2lopt.save(rule, "mulo/l2lopt.safetensors")  # doctest: +SKIP
     """
-    given = Path(path)
+    given = Path(path).expanduser()
     file = given / FILE if given.is_dir() else given
     _, tensors = tensor_file.read_any(file, _WHAT, _AGAIN)
     first = tensors.get("network.input.weight")

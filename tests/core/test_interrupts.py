@@ -125,3 +125,17 @@ def test_other_threads_get_no_handler(block):
     thread.start()
     thread.join()
     assert not failed
+
+
+def test_a_job_in_the_background_passes_interruptions_over():
+    """A shell starts it with the signal ignored, and Ctrl-C is for what runs in front."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with interrupted_after():
+            interrupt()
+        with interrupted_between_steps() as step_ended:
+            interrupt()
+            step_ended()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)

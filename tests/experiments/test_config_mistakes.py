@@ -313,3 +313,15 @@ def test_the_device_of_the_command_line_arrives_as_it_is(monkeypatch, capsys):
     assert code == 2
     assert "expected a device of this machine" in err
     assert Config.model_fields["device"].default == "cpu"
+
+
+@pytest.mark.parametrize("text", ["at 10:100:30, :key:", "3\u00a0€, 東京\u3000大阪, می\u200cخواهم"])
+def test_a_text_is_shown_as_it_is(capsys, text):
+    terminal.say(text)
+    assert capsys.readouterr().out == f"{text}\n"
+
+
+@pytest.mark.parametrize("name", ["hpu", "lazy", "cuda:77", "nowhere"])
+def test_a_device_that_is_not_there_is_one_line(name):
+    with pytest.raises(UserError, match="device: expected a device of this machine, found"):
+        build.device(name)

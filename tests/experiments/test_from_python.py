@@ -1,5 +1,6 @@
 """Runs of optimisees made in Python: they are those of a config, and go on with the same object alone."""
 
+import math
 import tomllib
 from functools import partial
 
@@ -294,3 +295,22 @@ def test_another_optimiser_or_none_is_refused(tmp_path):
 def test_nothing_to_train_is_refused(tmp_path):
     with pytest.raises(UserError, match="optimisee: expected an Optimisee, found a NoneType"):
         l2lopt.train(None, tmp_path / "run")
+
+
+def test_a_trained_model_may_keep_an_infinite_mask(tmp_path):
+    """As attention does; the parameters alone have to be finite."""
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
+            self.register_buffer("mask", torch.tensor([0.0, -math.inf]))
+
+        def forward(self, x):
+            return self.linear(x)
+
+    def masked():
+        return l2lopt.make_optimisee(Masked, nn.functional.cross_entropy, (INPUTS, TARGETS), batch_size=20)
+
+    l2lopt.train(masked(), tmp_path / "run", optimiser=ADAM, changes=TRAIN)
+    assert l2lopt.load_trained(tmp_path / "run", optimisee=masked()).aux["mask"].tolist() == [0.0, -math.inf]

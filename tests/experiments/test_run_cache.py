@@ -21,6 +21,8 @@ from l2lopt.evaluation.settings import Baseline, EvaluationSettings
 from l2lopt.evaluation.tuned_runs import OptimiserRun, Problems, TunedRun, optimiser_run
 from l2lopt.experiments import from_python, run_facts
 from l2lopt.experiments.run_cache import FileCache, contestant_caches, file_digest, read_run, write_run
+from l2lopt.parallel.jobs import load_result
+from l2lopt.storage.run_log import write_json
 
 ROOT = Path(__file__).parents[2]
 CURVES = Curves(
@@ -333,3 +335,15 @@ def test_losses_in_float64_come_back_as_they_were(tmp_path):
     run = OptimiserRun("learned", {split: {0: third, 5: third / 7} for split in ("train", "inner", "test")}, third, 0.1)
     write_run(tmp_path / "run.json", work, run)
     assert torch.equal(read_run(tmp_path / "run.json", work).losses["test"][5], third / 7)
+
+
+def test_work_with_an_infinite_number_is_known_again(tmp_path):
+    """JSON has no word for it, and `meta.clip = inf` is in the work of a study."""
+    losses = {split: {0: rows[0]} for split, rows in CURVES.losses.items()}
+    run = OptimiserRun("baseline", losses, CURVES.first, 0.5, {}, [])
+    work = {"recipe": {"meta": {"clip": math.inf}, "sizes": (3, 4)}}
+    write_run(tmp_path / "run.json", work, run)
+    assert read_run(tmp_path / "run.json", work) is not None
+    assert read_run(tmp_path / "run.json", {"recipe": {"meta": {"clip": 1.0}, "sizes": (3, 4)}}) is None
+    write_json(tmp_path / "job.json", {"work": work, "loss": 0.5}, seal=True)
+    assert load_result(tmp_path / "job.json", work) == {"loss": 0.5}

@@ -59,3 +59,32 @@ def test_a_run_that_was_killed_at_once_is_begun_by_resuming(tmp_path):
     with pytest.raises(UserError, match="choose another --run, or pass --resume if a run was killed here"):
         l2lopt.train(TRAIN, run, overwrite=True)
     assert l2lopt.train(TRAIN, run, resume=True).steps == 2
+
+
+def test_a_folder_of_others_with_a_runs_names_is_not_gone_on_in(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"loss": 1}\n')
+    (tmp_path / "result.json").write_text("{}")
+    for call in (l2lopt.train, l2lopt.meta_train):
+        with pytest.raises(UserError, match=r"expected a run.s folder, found files that no run has left"):
+            call(TRAIN if call is l2lopt.train else META, tmp_path, resume=True)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"loss": 1}\n'
+    assert (tmp_path / "result.json").read_text() == "{}"
+
+
+def test_a_published_rule_has_the_row_of_its_own_run(tmp_path):
+    """Also where another run's folder has the same name."""
+    runs = [l2lopt.meta_train(META | {"seed": 3}, tmp_path / place / "run") for place in "ab"]
+    l2lopt.evaluate(*runs)
+    rows = [
+        l2lopt.weights.files.header(l2lopt.publish(run, tmp_path / "published.safetensors"))["training"]["row"]
+        for run in runs
+    ]
+    assert rows == ["learned-hierarchical", "learned-hierarchical (run)"]
+
+
+def test_a_home_folder_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    l2lopt.meta_train(META, tmp_path / "run")
+    path = l2lopt.publish("~/run", "~/published.safetensors")
+    assert path == tmp_path / "published.safetensors"
+    assert path.is_file()

@@ -136,3 +136,16 @@ def test_a_damaged_record_is_refused_and_none_is_empty(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"stage": "validation"}\n{"stage": "meta-train", "step": 1}\n')
     with pytest.raises(UserError, match="line 1: expected figures"):
         validation_curves.read_validations(tmp_path / "metrics.jsonl")
+
+
+def test_losses_below_0_have_no_ratios(tmp_path, drawn):
+    """Of −5 and −10 the score is no logarithm: their difference is drawn."""
+    scores = [-29.3, -29.9]
+    validations = validation_curves.Validations(np.array([0.0, 5.0]), np.array(scores), {})
+    validation_curves.validation_curves(validations, tmp_path)
+    (panel,) = drawn[0].axes
+    assert panel.get_yscale() == "linear"
+    assert panel.get_ylabel() == "validation score, less that before"
+    lines = {line.get_label(): list(line.get_ydata()) for line in panel.get_lines()}
+    assert lines["before meta-training"] == [0, 0]
+    assert lines["the problem"] == pytest.approx([0, -0.6])

@@ -251,3 +251,14 @@ def test_the_training_curve_starts_at_0(tmp_path, monkeypatch):
     (text,) = seen[0].axes[0].get_legend().get_texts()
     assert text.get_text() == "training batches, mean of 2 (thin: each)"
     figures.plt.close(seen[0])
+
+
+def test_a_batch_without_any_loss_leaves_the_others_to_be_seen(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(figures, "write_figure", lambda figure, folder, name: seen.append(figure) or [])
+    losses = np.append(np.geomspace(1, 1e-6, 60), 0.0)
+    figures.training_curve({"train": (np.arange(1.0, 62), losses)}, tmp_path)
+    panel = seen[0].axes[0]
+    assert panel.get_yscale() == "log"
+    assert panel.get_ylim()[0] < 1e-5
+    figures.plt.close(seen[0])

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 import l2lopt
 from l2lopt.core.errors import UserError
-from l2lopt.storage import tensor_file
+from l2lopt.storage import disk_space, tensor_file
 from l2lopt.storage.disk_space import disk_full, needs_space
 from l2lopt.storage.run_log import Records, write_text
 
@@ -157,3 +157,10 @@ def test_tensors_that_do_not_fit(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"a\.safetensors: expected space"):
         tensor_file.write(tmp_path / "a.safetensors", "key", {}, {"a": torch.ones(2)})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_windows_numbers_a_full_disk_otherwise(monkeypatch):
+    monkeypatch.setattr(disk_space, "_FULL_IN_RUST", {39, 112})
+    assert disk_full(SafetensorError("(os error 112)")) is not None
+    assert disk_full(SafetensorError("(os error 28)")) is None
+    assert disk_full(OSError(errno.ENOSPC, "full")) is not None

@@ -111,3 +111,16 @@ def test_an_evaluation_locks_its_runs(tmp_path):
     run = l2lopt.meta_train(RECIPE, tmp_path / "run", changes=changes)
     with locked(run), pytest.raises(UserError, match=f"process {os.getpid()} on"):
         l2lopt.evaluate(run)
+
+
+def test_the_owner_stands_at_the_beginning_wherever_the_lock_was_taken(tmp_path, monkeypatch):
+    """On Windows a byte far behind the text is locked, and the handle stands there."""
+    take = run_lock._take
+
+    def far(handle):
+        os.lseek(handle, 1 << 20, os.SEEK_SET)
+        take(handle)
+
+    monkeypatch.setattr(run_lock, "_take", far)
+    with locked(tmp_path):
+        assert (tmp_path / run_lock.NAME).read_text().startswith(f"process {os.getpid()} on ")

@@ -102,7 +102,14 @@ def test_failures_are_those_of_the_rule_where_a_row_has_its_name(card):
 )
 def test_failures_are_not_those_of_another_rule(card, facts, own):
     """Of a run that was evaluated beside others of its name, and of one whose label has a capital."""
-    names = ["learned-lstm", "learned-lstm (b)", "learned-lstm (b), multiplier tuned", "Mine", "other"]
+    names = [
+        "learned-lstm",
+        "learned-lstm, before meta-training",
+        "learned-lstm (b)",
+        "learned-lstm (b), multiplier tuned",
+        "Mine",
+        "other",
+    ]
     rows = [ROW | {"optimiser": name} for name in names]
     found = sections(card(comparisons={"digits": rows}, **facts)[1])["Known failures"].splitlines()
     assert [line.partition("digits, ")[2].partition(": behind")[0] for line in found] == own
