@@ -87,19 +87,20 @@ class IndexedBatches(NamedTuple):
 class Optimisee(ABC):
     """A model with a loss and data: the problem that an optimiser works on.
 
-    Nothing here has a hidden state: equal arguments give equal results, always. `init`, `batch`, `loss` and `evaluate`
-    suffice for meta-training, evaluation and training; every other method is a hook with a default. A class that wants
-    more (samples, files beside its parameters, yardsticks in a study) overrides those hooks, and nothing outside it
-    changes.
+    Nothing here has a hidden state: equal arguments give equal results, always. Seeds are whole numbers below 2⁶³, of
+    which `core.seeding.generator` makes generators. `init`, `batch`, `loss` and `evaluate` suffice for meta-training,
+    evaluation and training; every other method is a hook with a default. A class that wants more (samples, files beside
+    its parameters, yardsticks in a study) overrides those hooks, and nothing outside it changes.
 
     Example:
         >>> import torch
+        >>> from l2lopt.core.seeding import generator
         >>> from l2lopt.optimisee import Optimisee
         >>> class Line(Optimisee):
         ...     def init(self, seed):
         ...         return {"weight": torch.zeros(())}, {}
         ...     def batch(self, split, seed, step):
-        ...         x = torch.randn(8, generator=torch.Generator().manual_seed(1000 * seed + step))
+        ...         x = torch.randn(8, generator=generator("line", split, seed, step))
         ...         return x, 3 * x
         ...     def loss(self, params, aux, batch):
         ...         return self.evaluate(params, aux, batch), aux

@@ -229,10 +229,11 @@ def _one_by_one(factory: OptimizerFactory, optimisee: Optimisee, seed: int, cour
             reading += _since(start, flat)
             progress.read(step, losses)
         if step < last and not lost:
+            batch = optimisee.batch(course.fit, seed, step)  # before the clock, as for optimisers of ours
             start = time.perf_counter()
             for optimizer in optimizers:
                 set_mode(optimizer, "train")
-            value, aux, lost = _torch_step(optimizers, optimisee, params, aux, optimisee.batch(course.fit, seed, step))
+            value, aux, lost = _torch_step(optimizers, optimisee, params, aux, batch)
             first = value if step == 0 else first
             seconds += _since(start, flat)
             steps += 1
@@ -263,7 +264,8 @@ def _torch_step(
             else:
                 optimizer.step()
     except (RuntimeError, ValueError, ArithmeticError):
-        if value.isfinite():
+        numbers = [value, *params.values(), *(one.grad for one in params.values() if one.grad is not None)]
+        if all(bool(one.isfinite().all()) for one in numbers):
             raise
         return value, after, True  # a class that refuses to go on from numbers that are none: the run has diverged
     return value, after, False

@@ -110,7 +110,7 @@ def build(config: Config, given: Sequence[Optimisee] = (), *, meta_training: boo
     ]
     trained_on = [problem(choice) for choice in config.trained_on or ()] or problems
     validated_on = [problem(choice) for choice in config.validation.on or ()] or trained_on
-    optimiser = initial_optimiser(config)
+    optimiser = _learned(config.optimiser, seed_of("optimiser", config.seed))
     made = registry.build(estimators.ESTIMATORS, "estimator", config.unroll.estimator)
     estimator = registry.checked_kind("estimator", config.unroll.estimator, made, MetaGradientEstimator)
     if config.meta.cma is not None:
@@ -211,15 +211,14 @@ def ready_optimiser(choice: Choice) -> Optimiser:
     return optimisers.build(choice) if (made := _trained_rule(choice)) is None else made
 
 
-def initial_optimiser(config: Config) -> Optimiser:
+def _learned(choice: Choice, seed: int) -> Optimiser:
     """The learned optimiser that meta-training begins with: a new one, or a trained one from a table of `weights`.
 
     Raises:
         UserError: For an unknown name or option, weights that cannot be loaded, or an optimiser without any.
     """
-    if (made := _trained_rule(config.optimiser)) is None:
-        seed = seed_of("optimiser", config.seed)
-        made, remedy = optimisers.build(config.optimiser, optimisers.LEARNED, seed=seed), "make them of nn.Parameter"
+    if (made := _trained_rule(choice)) is None:
+        made, remedy = optimisers.build(choice, optimisers.LEARNED, seed=seed), "make them of nn.Parameter"
     else:
         remedy = "give the file of a learned optimiser"
     if not made.phi():

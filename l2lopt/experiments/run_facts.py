@@ -52,7 +52,7 @@ def problem_facts(choice: Choice | Optimisee, optimisee: Optimisee) -> dict[str,
     said = from_python.describe(optimisee) if isinstance(choice, Optimisee) else _shortest(choice)
     device = next((value.device.type for value in optimisee.init(0)[0].values()), "cpu")
     facts = {"optimisee": said, **optimisee.fingerprint(), **({} if device == "cpu" else {"device": device})}
-    return facts if isinstance(choice, Optimisee) else facts | own_facts(choice, optimisee)
+    return facts if isinstance(choice, Optimisee) else facts | own_facts(choice, optimisee) | code_of(choice)
 
 
 def own_facts(choice: Choice, optimisee: Optimisee) -> dict[str, Any]:

@@ -38,12 +38,15 @@ CONFIG = "config.toml"
 """File of a run's config, the first that it leaves."""
 CHECKPOINT = "checkpoint.safetensors"
 """File from which a run goes on."""
+INITIAL = "initial.safetensors"
+"""File of the optimiser that a meta-training began from."""
 _RESULTS = ("optimiser.safetensors", MODEL)
 """Files that a run leaves when it has ended."""
 _FILES = (
     CONFIG,
     "metrics.jsonl",
     CHECKPOINT,
+    INITIAL,
     "optimiser.safetensors",
     "evaluation.csv",
     "evaluation.json",

@@ -23,6 +23,7 @@ from l2lopt.experiments.run_cache import FileCache, contestant_caches
 from l2lopt.experiments.run_facts import code_of, own_facts, weights_of
 from l2lopt.experiments.run_folder import (
     CHECKPOINT,
+    INITIAL,
     claimed,
     draw_evaluation,
     draw_meta_training,
@@ -59,8 +60,9 @@ def meta_train(
 ) -> Path:
     """Meta-trains the optimiser that a config describes, or one for an optimisee made in Python.
 
-    Leaves `config.toml`, `metrics.jsonl`, TensorBoard events and `optimiser.safetensors` in the run's folder; of a
-    hierarchical rule also what `controls` leaves. Processes of `torchrun` share out the runs of the meta-batch.
+    Leaves `config.toml`, `metrics.jsonl`, TensorBoard events, `optimiser.safetensors` and, of what it began from,
+    `initial.safetensors` in the run's folder; of a hierarchical rule also what `controls` leaves. Processes of
+    `torchrun` share out the runs of the meta-batch.
 
     Args:
         config: A TOML file, the name of a shipped one such as "demo", a mapping, or a `Config`; or an optimisee, such
@@ -98,6 +100,7 @@ def meta_train(
         checkpoint = CheckpointFile(folder / CHECKPOINT, _work(experiment))
         position = _log_position(checkpoint)  # refused before anything is written
         processes.on_first(lambda: write_text(folder / "config.toml", configs.dump(settings)))
+        processes.on_first(lambda: weights.save(experiment.optimiser, folder / INITIAL))
         recording = nullcontext(NoRecords()) if processes.rank() else closing(Records(folder, *position))
         with recording as records, cpu_threads(settings.threads):
             result = meta_training.meta_train(
@@ -175,15 +178,18 @@ def evaluate(
                 expected, found = f"the {key} of {folders[0]}", "another"
                 raise UserError(str(folder), expected=expected, found=found, remedy="evaluate it by itself")
     with processes.together(), ExitStack() as held:
-        first = build.build(_alone(settings[0]), from_python.listed(optimisee)[:1], meta_training=False)
-        rules, controls, backends, begun = {}, {}, {}, []
+        first = build.build(_alone(settings[0], folders[0]), from_python.listed(optimisee)[:1], meta_training=False)
+        rules, controls, backends, begun = {}, {}, {}, set()
         for folder, own in zip(folders, settings, strict=True):
             name = next(name for name in row_names(own.name, folder) if name not in rules)
             rules[name] = weights.load(folder / "optimiser.safetensors", trusted=True)
             backends[name] = backends[untrained_name(name)] = own.backend
-            if own.evaluation.before_meta_training and own.optimiser not in begun:
-                begun.append(own.optimiser)  # runs of one seed that began alike have one row between them
-                controls[untrained_name(name)] = build.initial_optimiser(own)
+            # A run of an earlier release has no such file.
+            if own.evaluation.before_meta_training and (folder / INITIAL).is_file():
+                initial = weights.load(folder / INITIAL, trusted=True)
+                if (digest := weights.digest(initial)) not in begun:  # those that began alike have one between them
+                    begun.add(digest)
+                    controls[untrained_name(name)] = initial
         place = build.device(settings[0].device)
         every = {n: build.match_dtype(rule, [first.optimisee]).to(place) for n, rule in (rules | controls).items()}
         ready = {name: kernels.fuse(rule, backends[name]) for name, rule in every.items()}
@@ -366,7 +372,12 @@ def _work(experiment: build.Experiment) -> dict[str, Any]:
     return work | weights_of(config.optimiser) | code_of(config.optimiser) | estimator
 
 
-def _alone(config: Config) -> Config:
-    """A config with the problem that optimisers are compared on and no other."""
+def _alone(config: Config, folder: Path) -> Config:
+    """A config with the problem that optimisers are compared on and no other, and with the run's own rule.
+
+    What that was meta-trained from may have gone.
+    """
     validation = config.validation.model_copy(update={"on": None})
-    return config.model_copy(update={"mixed_with": [], "trained_on": None, "validation": validation})
+    own = {"weights": str(folder / "optimiser.safetensors"), "trusted": True}
+    changes: dict[str, Any] = {"mixed_with": [], "trained_on": None, "validation": validation, "optimiser": own}
+    return config.model_copy(update=changes)

@@ -58,7 +58,8 @@ class CompiledFunction:
 
     @torch.no_grad()
     def __init__(self, function: Callable[..., Any], *example: Any) -> None:
-        from torch.fx.experimental.proxy_tensor import make_fx  # not at the start of every command
+        from torch._subclasses import FakeTensorMode  # neither at the start of every command
+        from torch.fx.experimental.proxy_tensor import make_fx
 
         leaves, structure = pytree.tree_flatten(example)
         inputs = _contiguous(leaves)
@@ -67,18 +68,24 @@ class CompiledFunction:
             results, self._outputs = pytree.tree_flatten(function(*pytree.tree_unflatten(tensors, structure)))
             return results
 
-        # First of all as it is, so that what layouts make once and keep is there: each recording then has it alike.
-        expected, others = flat(*inputs), [_nudged(value) for value in inputs]
-        with _Counted() as counted:
-            nudged = flat(*others)
-        if counted.operations > MOST_OPERATIONS:
-            raise NotCompiledError(f"{counted.operations:,} operations are more than the {MOST_OPERATIONS:,} compiled")
         try:
-            graph = make_fx(flat)(*inputs)
+            # First of all as it is, so that what layouts make once and keep is there: each recording then has it alike.
+            expected, others = flat(*inputs), [_nudged(value) for value in inputs]
+            with _Counted() as counted:
+                nudged = flat(*others)
+            if counted.operations > MOST_OPERATIONS:
+                most = f"{MOST_OPERATIONS:,} compiled"
+                raise NotCompiledError(f"{counted.operations:,} operations are more than the {most}")
+            # On tensors without numbers: `tolist`, or a size that depends on them, would be a constant of the graph.
+            fake = FakeTensorMode(allow_non_fake_inputs=True)
+            without = [fake.from_tensor(value) for value in inputs]
+            graph = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*without)
             self._constants = _lift_constants(graph)
             self._handed_on = _drop_handed_on(graph)
             _keep_small_results(graph)
             self._run = _compiled_graph(graph, [*inputs, *self._constants])
+        except NotCompiledError:
+            raise
         except Exception as error:  # a compiler may fail in any way, and the function works without it
             said = str(error).strip().splitlines()
             raise NotCompiledError(f"{type(error).__name__}{': ' if said else ''}{said[0] if said else ''}") from error

@@ -15,6 +15,7 @@ from l2lopt.evaluation import comparison, tuned_runs
 from l2lopt.evaluation.free_runs import run_free
 from l2lopt.evaluation.settings import Baseline, EvaluationSettings
 from l2lopt.evaluation.torch_classes import torch_class
+from l2lopt.optimisee import Optimisee
 from l2lopt.optimisers import SGD, Scheduled, closures
 from l2lopt.optimisers.rates import Rate
 
@@ -262,6 +263,54 @@ class Broken(torch.optim.Optimizer):
 
     def step(self):
         raise RuntimeError("broken")
+
+
+class Decomposed(torch.optim.SGD):
+    """A class that no gradient gets through that is no number, as those of linear algebra."""
+
+    def step(self):
+        for group in self.param_groups:
+            for value in group["params"]:
+                torch.linalg.eigh(torch.outer(value.grad, value.grad))
+        super().step()
+
+
+def test_a_gradient_that_is_no_number_is_divergence_also_where_the_loss_is_one():
+    """√|θ| at 0 has the loss 0 and no finite derivative."""
+
+    class Rooted(Optimisee):
+        def init(self, seed):
+            return {"weight": torch.zeros(2)}, {}
+
+        def batch(self, split, seed, step):
+            return torch.ones(1)
+
+        def loss(self, params, aux, batch):
+            return self.evaluate(params, aux, batch), aux
+
+        def evaluate(self, params, aux, batch):
+            return params["weight"].abs().sqrt().sum() * batch.sum()
+
+    run = run_free(make(f"{HERE}:Decomposed", 0.1), Rooted(), [0], [0, 3], splits=("train",))
+    assert run.losses["train"][:, 0].tolist()[0] == 0
+    assert run.losses["train"][1, 0].isnan()
+
+
+def test_the_time_of_a_step_is_without_that_of_its_batch(monkeypatch):
+    """As for the optimisers of ours. The clock stands still but for the batches."""
+    now, task = [0.0], SAMPLED["mlp"]()
+    batch = task.batch
+
+    def slow(*where):
+        now[0] += 1.0
+        return batch(*where)
+
+    task.batch = slow
+    monkeypatch.setattr("l2lopt.evaluation.free_runs.time.perf_counter", lambda: now[0])
+    for optimiser in (make("torch.optim:SGD", 0.1), SGD(0.1)):
+        curves = run_free(optimiser, task, [0], [0, 3], splits=())
+        assert curves.seconds == 0, optimiser
+    assert now[0] >= 3
 
 
 def test_a_mistake_of_a_class_is_not_taken_for_divergence(quadratic):

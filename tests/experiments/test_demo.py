@@ -47,6 +47,7 @@ def test_the_demo_leaves_everything(run):
         "config.toml",
         "metrics.jsonl",
         "checkpoint.safetensors",
+        "initial.safetensors",
         "optimiser.safetensors",
         "controls.csv",
         "evaluation.csv",

@@ -64,6 +64,7 @@ def test_a_run_leaves_everything(run):
         "config.toml",
         "metrics.jsonl",
         "checkpoint.safetensors",
+        "initial.safetensors",
         "optimiser.safetensors",
         "evaluation.csv",
         "evaluation.json",
@@ -302,6 +303,10 @@ def test_beside_a_rule_stands_what_its_meta_training_began_from(run, tmp_path):
     before = [row.loss for row in rows if row.optimiser == "mine, before meta-training"]
     assert before == [row.loss for row in alone]
     assert before != [row.loss for row in rows if row.optimiser == "mine"]
+    # It is the run's own file: the other one may change, or go.
+    config = (further / "config.toml").read_text()
+    (further / "config.toml").write_text(config.replace(str(run), str(tmp_path / "gone")))
+    assert l2lopt.evaluate(further, changes=asked).rows == rows
     l2lopt.evaluate(run)
 
 

@@ -261,7 +261,7 @@ CHOICES = [
 
 @pytest.mark.parametrize("changed", ["of_my_own", "beside_it", "neither"])
 def test_runs_of_a_module_of_ones_own_depend_on_what_it_makes(tmp_path, monkeypatch, changed):
-    """Its name stays where its code changes: the problem is described, and the files of a class have a digest."""
+    """The name stays where the code changes. Its files have a digest; a problem, which may read data, is described too."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "not_imported.py").write_text("no python")
     found = []
@@ -283,7 +283,9 @@ def test_runs_of_a_module_of_ones_own_depend_on_what_it_makes(tmp_path, monkeypa
     for name in ("of_my_own", "beside_it"):
         sys.modules.pop(name)
     (problems, classes), (other_problems, other_classes) = found
-    assert [one != other for one, other in zip(problems, other_problems, strict=True)] == [changed == "of_my_own"] * 2
+    assert [one != other for one, other in zip(problems, other_problems, strict=True)] == [changed != "neither"] * 2
+    described = [[one["described"] for one in own] for own in (problems, other_problems)]
+    assert (described[0] != described[1]) == (changed == "of_my_own")
     assert [one != other for one, other in zip(classes, other_classes, strict=True)] == [changed != "neither"] * 4
     named = {"name": "mlp", "hidden": [2]}
     assert "described" not in run_facts.problem_facts(named, optimisees.build(named))

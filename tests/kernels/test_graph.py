@@ -1,5 +1,6 @@
 """Recording of pure functions and what happens to the recorded graph, without a compiler but for one test."""
 
+import numpy as np
 import pytest
 import torch
 from torch import _inductor, nn
@@ -134,3 +135,36 @@ def test_parts_of_a_small_result_are_the_right_ones(rows):
         return torch.cat([size.expand(rows, 16) for size in sizes], -1) * values
 
     CompiledFunction(function, torch.rand(rows, 4), torch.randn(rows, 64))
+
+
+def weighted_by_a_list(x, keep):
+    return x * torch.tensor([1.0 + value for value in keep.tolist()])
+
+
+def of_those_kept(x, keep):
+    return x[keep > 0].square().sum()
+
+
+def over_their_number(x, keep):
+    return x.sum() / len(x[keep > 0])
+
+
+def counted_by_numpy(x, keep):
+    return x * torch.from_numpy(np.bincount(keep.numpy(), minlength=3)).to(x.dtype)
+
+
+def of_the_values_there_are(x, keep):
+    return x.sum() * len(keep.unique())
+
+
+DEPENDENT = [weighted_by_a_list, of_those_kept, over_their_number, counted_by_numpy, of_the_values_there_are]
+
+
+@pytest.mark.parametrize("function", DEPENDENT)
+@pytest.mark.parametrize("derive", [False, True])
+def test_what_depends_on_the_numbers_of_whole_ones_is_refused(as_recorded, function, derive):
+    """A nudge leaves them as they are, so that the comparison on the example would not see it."""
+    made = torch.func.grad(lambda x, keep: function(x, keep).sum()) if derive else function
+    with pytest.raises(NotCompiledError):
+        CompiledFunction(made, torch.ones(3), torch.tensor([0, 1, 2]))
+    assert as_recorded == []

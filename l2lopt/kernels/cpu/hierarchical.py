@@ -142,7 +142,7 @@ class FusedHierarchical(Optimiser):
         self, grads: Tensor, state: OptimiserState, params: Tensor, *, loss: Tensor | None = None
     ) -> tuple[Tensor, OptimiserState]:
         """The numbers of `update_`, to the bit, in memory of their own; the reference's where a tape is wanted."""
-        leaves = [grads, params, *self.phi().values(), *pytree.tree_leaves(state)]
+        leaves = [grads, params, loss, *self.phi().values(), *pytree.tree_leaves(state)]
         if torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
             return self.reference.update(grads, state, params, loss=loss)
         own = {name: value.clone() for name, value in state.coordinates.items()}
