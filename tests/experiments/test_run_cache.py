@@ -261,7 +261,7 @@ CHOICES = [
 
 @pytest.mark.parametrize("changed", ["of_my_own", "beside_it", "neither"])
 def test_runs_of_a_module_of_ones_own_depend_on_what_it_makes(tmp_path, monkeypatch, changed):
-    """The name stays where the code changes. Its files have a digest; a problem, which may read data, is described too."""
+    """The name stays where the code changes: its files have a digest, and a problem is described as well."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "not_imported.py").write_text("no python")
     found = []
