@@ -1,6 +1,7 @@
 """Reported results: each says how it was made by a command that exists, and what is said of them is in their files."""
 
 import csv
+import json
 import re
 from itertools import product
 from pathlib import Path
@@ -73,13 +74,17 @@ def test_figures_that_a_report_does_not_have_are_found():
     assert list(missing_figures(said)) == [("+3.3 %", "+2.1", "+5.0"), "+99.9 %", "16 of 15"]
 
 
-def difference(first, second, split):
-    """Mean paired difference of two optimisers at the end of `fig3-width16`, with Student's 95 % interval."""
+def difference(first, second, split, own=None):
+    """Mean paired difference of two optimisers at the end of `fig3-width16`, with Student's 95 % interval.
+
+    `own` are losses by seed in the place of the first one's.
+    """
     losses = {}
     for row in csv.DictReader(read("fig3-width16/evaluation.csv").splitlines()):
         if (row["split"], row["step"]) == (split, "1000"):
             losses.setdefault(row["optimiser"], {})[row["seed"]] = float(row["loss"])
-    paired = [losses[first][seed] - loss for seed, loss in losses[second].items()]
+    own = losses[first] if own is None else own
+    paired = [own[seed] - loss for seed, loss in losses[second].items()]
     mean, low, high = interval(paired)
     return f"{mean:+.2f} [{low:.2f}, {high:.2f}]".replace("-", "−")
 
@@ -145,6 +150,33 @@ def test_the_validations_of_three_meta_seeds_are_those_that_were_made():
     gains = {cell: interval([found[seed, cell][0] - min(found[seed, cell]) for seed in "012"]) for cell in CELLS}
     shown = {cell: f"{{:.3f}} [{{:.3f}}, {{:.3f}}] for the {cell}".format(*gain) for cell, gain in gains.items()}
     assert f"gains is {shown['IHC-LSTM']} and {shown['LSTM']}".replace("[-", "[−") in text
+
+
+def test_what_further_meta_training_has_brought_is_what_was_recorded():
+    text = read("fig3-width16/README.md")
+    agreed = []
+    for cell in CELLS:
+        records = [json.loads(line) for line in read(f"fig3-width16/further-{cell.lower()}.jsonl").splitlines()]
+        scores = [record["score"] for record in records if record["stage"] == "validation"]
+        assert f"| {cell} | {' | '.join(f'{score:.3f}' for score in scores)} |" in text
+        updates = [record["agreement"] for record in records if record["stage"] == "meta-train"]
+        assert len(updates) == 20
+        agreed.append(f"{fmean(updates):.3f}")
+    assert " and ".join(agreed) + " of their mean squared norm" in text
+    header = l2lopt.weights.files.header(REFERENCE / "fig3-width16" / "ihc-lstm-further.safetensors")["training"]
+    assert (header["best_update"], header["score"]) == (20, scores[-1])
+
+
+def test_the_rule_that_was_meta_trained_further_has_the_losses_that_are_said():
+    further = {}
+    for row in csv.DictReader(read("fig3-width16/meta-trained-further.csv").splitlines()):
+        further.setdefault((row["split"], row["step"]), {})[row["seed"]] = float(row["loss"])
+    text = read("fig3-width16/README.md").replace("\n", " ")
+    means = [fmean(further[split, "1000"].values()) for split in ("train", "test")]
+    assert "ends here at {:.3f} in training and {:.3f} in test loss".format(*means) in text
+    for other, said in (("IHC-LSTM per tensor", "against itself as shipped that is"), ("muon", "against Muon")):
+        shown = [difference(None, other, split, further[split, "1000"]) for split in ("train", "test")]
+        assert f"{said} {' and '.join(shown)}" in text
 
 
 COLUMNS = {
