@@ -179,20 +179,11 @@ def evaluate(
                 raise UserError(str(folder), expected=expected, found=found, remedy="evaluate it by itself")
     with processes.together(), ExitStack() as held:
         first = build.build(_alone(settings[0], folders[0]), from_python.listed(optimisee)[:1], meta_training=False)
-        rules, controls, backends, begun = {}, {}, {}, set()
-        for folder, own in zip(folders, settings, strict=True):
-            name = next(name for name in row_names(own.name, folder) if name not in rules)
-            rules[name] = weights.load(folder / "optimiser.safetensors", trusted=True)
-            backends[name] = backends[untrained_name(name)] = own.backend
-            # A run of an earlier release has no such file.
-            if own.evaluation.before_meta_training and (folder / INITIAL).is_file():
-                initial = weights.load(folder / INITIAL, trusted=True)
-                if (digest := weights.digest(initial)) not in begun:  # those that began alike have one between them
-                    begun.add(digest)
-                    controls[untrained_name(name)] = initial
+        rules, controls = _entered(folders, settings)
         place = build.device(settings[0].device)
         every = {n: build.match_dtype(rule, [first.optimisee]).to(place) for n, rule in (rules | controls).items()}
-        ready = {name: kernels.fuse(rule, backends[name]) for name, rule in every.items()}
+        own = {name: one.backend for name, one in zip(rules, settings, strict=True)}
+        ready = {name: kernels.fuse(rule, own.get(name, settings[0].backend)) for name, rule in every.items()}
         locks = [locked(folder) for folder in folders]
         processes.on_first(lambda: list(map(held.enter_context, locks)))
         asked = settings[0].evaluation
@@ -345,6 +336,23 @@ def plot(*runs: str | Path) -> list[Path]:
             paths += draw_evaluation(folder, folder.name)
         paths += found
     return paths
+
+
+def _entered(folders: Sequence[Path], settings: Sequence[Config]) -> tuple[dict[str, Optimiser], dict[str, Optimiser]]:
+    """The learned optimisers of runs by their names in an evaluation, and what their meta-trainings began from."""
+    rules: dict[str, Optimiser] = {}
+    controls: dict[str, Optimiser] = {}
+    begun = set()
+    for folder, own in zip(folders, settings, strict=True):
+        name = next(name for name in row_names(own.name, folder) if name not in rules)
+        rules[name] = weights.load(folder / "optimiser.safetensors", trusted=True)
+        # A run of an earlier release has no such file.
+        if own.evaluation.before_meta_training and (folder / INITIAL).is_file():
+            initial = weights.load(folder / INITIAL, trusted=True)
+            if (digest := weights.digest(initial)) not in begun:  # those that began alike have one between them
+                begun.add(digest)
+                controls[untrained_name(name)] = initial
+    return rules, controls
 
 
 def _log_position(checkpoint: CheckpointFile) -> tuple[int, str | None]:
