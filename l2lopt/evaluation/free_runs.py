@@ -21,6 +21,7 @@ from l2lopt.core.layout import Layout, Params
 from l2lopt.core.seeding import seed_of, seeded
 from l2lopt.core.types import Aux, Carry, Loss, Report, detach, silent, stack
 from l2lopt.evaluation.contestants import AtRates, Runner
+from l2lopt.evaluation.rows import Rows
 from l2lopt.evaluation.settings import SPLITS
 from l2lopt.evaluation.torch_classes import OptimizerFactory
 from l2lopt.kernels.graph import NotCompiledError
@@ -30,6 +31,7 @@ from l2lopt.optimisers import Optimiser
 from l2lopt.optimisers.closures import closure_of
 from l2lopt.optimisers.schedules import set_mode
 from l2lopt.parallel import processes
+from l2lopt.storage.checkpoint import Checkpoint, NoCheckpoint
 
 Backend: TypeAlias = Literal["eager", "compile"]
 """Form of the inner steps."""
@@ -56,8 +58,8 @@ class Curves(NamedTuple):
     reading: float = 0.0
 
 
-RunCache: TypeAlias = Callable[[Mapping[str, Any], Callable[[], Curves]], Curves]
-"""(what the runs depend on, how they are made) → their curves: made now, or as they were stored before."""
+RunCache: TypeAlias = Callable[[Mapping[str, Any], Callable[[Checkpoint], Curves]], Curves]
+"""(what the runs depend on, how they are made and gone on with) → their curves: made now, or as they were stored."""
 
 
 class _Course(NamedTuple):
@@ -70,6 +72,7 @@ class _Course(NamedTuple):
     report: Report
     stage: str
     backend: Backend
+    checkpoint: Checkpoint
 
 
 class _Progress:
@@ -97,9 +100,9 @@ class _Progress:
         self.course.report(self.course.stage, step, self.last, self.figures)
 
 
-def no_cache(work: Mapping[str, Any], make: Callable[[], Curves]) -> Curves:
+def no_cache(work: Mapping[str, Any], make: Callable[[Checkpoint], Curves]) -> Curves:
     """The `RunCache` that stores nothing."""
-    return make()
+    return make(NoCheckpoint())
 
 
 def run_free(
@@ -114,6 +117,7 @@ def run_free(
     fit: Split = "train",
     total_steps: int | None = None,
     backend: Backend = "eager",
+    checkpoint: Checkpoint | None = None,
 ) -> Curves:
     """Runs an optimiser on fresh problems, one for each seed.
 
@@ -137,6 +141,8 @@ def run_free(
         fit: Split on whose batches the steps are made.
         total_steps: Number of steps of the run that an optimiser of ours is told; by default the last of `record`.
         backend: Form of the steps of an optimiser of ours: "eager" or "compile"; see `kernels.inner_step`.
+        checkpoint: Checkpoint that runs of an optimiser of ours go on from, if it has these runs, and that they write
+            every few minutes; the losses are the same to the bit. Runs of a class of `torch.optim` begin anew.
 
     Example:
         >>> import optimisees, torch
@@ -145,7 +151,8 @@ def run_free(
         >>> curves.losses["train"].shape
         torch.Size([2, 1])
     """
-    course = _Course(record, splits, fit, total_steps or max(record), report, stage, backend)
+    kept = checkpoint or NoCheckpoint()
+    course = _Course(record, splits, fit, total_steps or max(record), report, stage, backend, kept)
     if isinstance(optimiser, Optimiser):
         return _side_by_side(optimiser, optimisee, seeds, course)
     factories = [optimiser] * len(seeds) if callable(optimiser) else optimiser
@@ -159,37 +166,34 @@ def run_free(
 
 def _side_by_side(optimiser: Optimiser, optimisee: Optimisee, seeds: Sequence[int], course: _Course) -> Curves:
     """The runs of an optimiser of ours, all rows in one vectorised pass."""
-    splits = course.splits
     layout, params, aux = init_rows(optimisee, seeds)
     loss, batches = flat_loss(optimisee, layout), BatchesOfRows(optimisee, course.fit, seeds)
-    carry = Carry(params, aux, optimiser.init(layout, (len(seeds),), like=params, total_steps=course.total_steps))
-    advance = _steps(loss, optimiser, carry, batches, course.backend)
-    losses: dict[Split, list[Tensor]] = {split: [] for split in splits}
-    marks, step, values = sorted(set(course.record)), 0, params.new_zeros(len(seeds))
-    seconds = reading = 0.0
-    progress = _Progress(course)
-    first, nothing = params.new_full((len(seeds),), torch.inf), params.new_full((len(seeds),), torch.nan)
-    lost = False
-    for mark in marks:
-        while step < mark and not lost:
-            # The first step by itself: its losses are asked for.
-            samples, places = batches.at(step, mark - step if step else 1)
+    state = optimiser.init(layout, (len(seeds),), like=params, total_steps=course.total_steps)
+    rows, nothing = Rows(Carry(params, aux, state), course.splits), params.new_full((len(seeds),), torch.nan)
+    advance = _steps(loss, optimiser, rows.carry, batches, course.backend)
+    rows.load(course.checkpoint)
+    marks, progress, lost = sorted(set(course.record)), _Progress(course), False
+    for mark in marks[rows.readings :]:
+        while rows.step < mark and not lost:
+            samples, places = batches.at(rows.step, rows.ahead(mark))
             start, count = time.perf_counter(), 1 if places is None else len(places)
-            values, carry = advance(carry, samples, places)
-            seconds += _since(start, carry.params)
-            first = values if step == 0 else first
-            step += count
-            lost = _lost(values, carry.params)
-            progress.stepped(step)
+            values, rows.carry = advance(rows.carry, samples, places)
+            rows.seconds += _since(start, rows.carry.params)
+            rows.first = values if rows.step == 0 else rows.first
+            rows.step += count
+            lost = _lost(values, rows.carry.params)
+            progress.stepped(rows.step)
+            if not lost:
+                rows.save(course.checkpoint)
         start = time.perf_counter()
-        for split in splits:
-            found = nothing if lost else evaluate_rows(optimisee, layout, split, seeds, carry.params, carry.aux)
-            losses[split].append(found)
-        reading += _since(start, carry.params)
-        progress.read(mark, losses)
-    taken = {split: torch.stack(values).cpu() for split, values in losses.items()}
-    made = max(1, step * len(seeds))
-    return Curves(marks, taken, first.cpu(), seconds / made, reading / made)
+        for split, read in rows.losses.items():
+            carry = rows.carry
+            read.append(nothing if lost else evaluate_rows(optimisee, layout, split, seeds, carry.params, carry.aux))
+        rows.reading, rows.readings = rows.reading + _since(start, rows.carry.params), rows.readings + 1
+        progress.read(mark, rows.losses)
+    taken = {split: torch.stack(values).cpu() for split, values in rows.losses.items()}
+    made = max(1, rows.step * len(seeds))
+    return Curves(marks, taken, rows.first.cpu(), rows.seconds / made, rows.reading / made)
 
 
 def _steps(loss: Loss, optimiser: Optimiser, carry: Carry, batches: BatchesOfRows, backend: Backend) -> InnerSteps:
@@ -350,11 +354,11 @@ def run_groups(
         facts |= {} if at_rates is None else at_rates.facts(group)
         total = None if at_rates is None else at_rates.length
 
-        def run() -> Curves:
+        def run(checkpoint: Checkpoint) -> Curves:
             runner, filled = _of_group(optimiser, group), some
             if backend == "compile" and at_rates is not None and not one_by_one:
                 runner, filled = at_rates.build_rows(group, size), [*some, *[some[-1]] * (size - len(some))]
-            course: dict[str, Any] = {"fit": fit, "total_steps": total, "backend": backend}
+            course: dict[str, Any] = {"fit": fit, "total_steps": total, "backend": backend, "checkpoint": checkpoint}
             return _first_rows(run_free(runner, optimisee, filled, record, splits, told, stage, **course), len(some))
 
         return cache(facts, run)

@@ -18,6 +18,7 @@ from l2lopt.evaluation.settings import SPLITS, Baseline, EvaluationSettings
 from l2lopt.evaluation.step_backend import StepBackend, step_backend
 from l2lopt.optimisee import Optimisee, Split
 from l2lopt.optimisers import Optimiser
+from l2lopt.storage.checkpoint import Checkpoint
 
 _log = logging.getLogger("l2lopt")
 MUCH_READING, WORTH_SAYING = 0.1, 1.0
@@ -118,9 +119,9 @@ def optimiser_run(contestant: Contestant, problems: Problems) -> OptimiserRun:
     """
     made: list[Curves] = []
 
-    def noted(work: Mapping[str, Any], make: Callable[[], Curves]) -> Curves:
-        def run() -> Curves:
-            made.append(make())
+    def noted(work: Mapping[str, Any], make: Callable[[Checkpoint], Curves]) -> Curves:
+        def run(checkpoint: Checkpoint) -> Curves:
+            made.append(make(checkpoint))
             return made[-1]
 
         return problems.cache(work, run)

@@ -25,6 +25,7 @@ from l2lopt.evaluation.tuned_runs import Choices, OptimiserRun, TunedRun, choice
 from l2lopt.experiments.run_facts import problem_facts, run_defaults, run_facts
 from l2lopt.optimisee import Optimisee
 from l2lopt.optimisers import Optimiser
+from l2lopt.storage.checkpoint import Checkpoint, CheckpointFile
 from l2lopt.storage.run_log import write_json
 
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError)
@@ -59,20 +60,25 @@ class FileCache:
     ) -> None:
         self.folder, self.work, self.beside = Path(folder), work, beside
 
-    def __call__(self, work: Mapping[str, Any], make: Callable[[], Curves]) -> Curves:
-        """The curves of a group: read where they are there, made and written where they are not."""
+    def __call__(self, work: Mapping[str, Any], make: Callable[[Checkpoint], Curves]) -> Curves:
+        """The curves of a group: read where they are there, made and written where they are not.
+
+        Runs that were interrupted go on from their checkpoint, which lies beside the files of the others.
+        """
+        text = self._text(work)
+        unfinished = CheckpointFile(self._path(text).with_suffix(".safetensors"), {"work": text, **self.beside})
         try:
             return self.read(work)
         except MissingRunError:
-            curves = make()
-        text = self._text(work)
+            curves = make(unfinished)
         rows = {split: losses.tolist() for split, losses in curves.losses.items()}
         facts = {"steps": curves.steps, "losses": rows, "first": curves.first.tolist(), "seconds": curves.seconds}
         made = {"work": text, **_record(self.beside), **facts, **_precision(curves.first, *curves.losses.values())}
         write_json(self._path(text), made, seal=True)
+        unfinished.path.unlink(missing_ok=True)
         return curves
 
-    def read(self, work: Mapping[str, Any], make: Callable[[], Curves] | None = None) -> Curves:
+    def read(self, work: Mapping[str, Any], make: Callable[[Checkpoint], Curves] | None = None) -> Curves:
         """The curves of a group that was made before: a `RunCache` that makes none.
 
         Args:

@@ -35,7 +35,7 @@ CURVES = Curves(
 
 def counted(curves=CURVES):
     calls = []
-    return calls, lambda: calls.append(1) or curves
+    return calls, lambda checkpoint: calls.append(1) or curves
 
 
 def same(one, other):
@@ -330,7 +330,7 @@ def test_losses_in_float64_come_back_as_they_were(tmp_path):
     work, third = {"optimisee": "quadratic"}, torch.tensor([1 / 3], dtype=torch.float64)
     curves = Curves([0, 5], {"test": torch.stack([third, third / 7])}, third, 0.1)
     cache = FileCache(tmp_path, work)
-    cache({"splits": ["test"]}, lambda: curves)
+    cache({"splits": ["test"]}, lambda checkpoint: curves)
     again = cache({"splits": ["test"]}, None)
     assert torch.equal(again.losses["test"], curves.losses["test"])
     assert torch.equal(again.first, third)

@@ -138,12 +138,12 @@ def read_model(path):
 
 def write_group(folder):
     cache = FileCache(folder / "group", {"a": 1})
-    cache({"seeds": [1, 2]}, lambda: CURVES)
+    cache({"seeds": [1, 2]}, lambda checkpoint: CURVES)
     return next((folder / "group").iterdir())
 
 
 def read_group(path):
-    found = FileCache(path.parent, {"a": 1})({"seeds": [1, 2]}, lambda: CURVES)
+    found = FileCache(path.parent, {"a": 1})({"seeds": [1, 2]}, lambda checkpoint: CURVES)
     return found.steps, repr({name: rows.tolist() for name, rows in found.losses.items()}), found.first.tolist()
 
 
