@@ -110,20 +110,19 @@ def kind_of(competitor: Competitor) -> Kind:
     return "harness" if name == "normalised-muon" else "baseline"
 
 
-def settings_of(suite: Suite, steps: int, rows: int | None = None) -> EvaluationSettings:
+def settings_of(suite: Suite, steps: int) -> EvaluationSettings:
     """The settings of a task's runs: one horizon, the task's budget.
 
     Args:
         suite: Suite that the task is run in.
         steps: Budget of the task.
-        rows: Number of runs side by side; None chooses it.
     """
     return EvaluationSettings(
         seeds=suite.seeds,
         steps=steps,
         horizons=[steps],
         tuning_seeds=suite.tuning_seeds,
-        rows=rows,
+        rows=suite.rows,
         baselines=[],
         multipliers=[],
     )

@@ -135,6 +135,9 @@ class Suite(Settings):
     """Reported runs of each optimiser on each task, on the same problems for all."""
     tuning_seeds: PositiveInt = 3
     """Runs on which rates are chosen, of other seeds."""
+    rows: PositiveInt | None = None
+    """Runs of a task that are made side by side, at most; none: as many as pay. A model that `torch.func.vmap` refuses
+    wants 1."""
     competitors: list[Competitor] = Field(min_length=1)
     """Optimisers, each a table of its own."""
 

@@ -18,7 +18,7 @@ from l2lopt.evaluation import free_runs
 from l2lopt.evaluation.benchmark_result import read_result
 from l2lopt.experiments import benchmark as benchmarks
 from l2lopt.experiments import benchmark_jobs, comparison_study
-from l2lopt.storage.run_log import write_text
+from l2lopt.storage.run_log import write_json, write_text
 
 from test_studies import written  # isort: skip
 
@@ -108,6 +108,48 @@ def test_steps_are_timed_once(tmp_path, monkeypatch):
     for _ in range(2):
         l2lopt.benchmark(tasks=task, optimisers=both, folder=tmp_path / "run", steps=4)
     assert len(timed) == 4  # alone and side by side, for two optimisers
+
+
+def test_times_that_another_benchmark_writes_meanwhile_stay(tmp_path, monkeypatch):
+    path, work = tmp_path / "cache" / "step-seconds.json", {"machine": benchmark_jobs.environment()}
+
+    def timed(*_):
+        write_json(path, {"work": work, "seconds": {"of another": [1.0, 2.0]}})
+        return 1e-3
+
+    monkeypatch.setattr(benchmark_jobs.protocol, "step_seconds", timed)
+    rates = {"optimiser": "adam", "rates": [0.1], "untuned": 0.1, "leagues": ["untuned"]}
+    task = {"quadratic": {"name": "quadratic", "size": 3}}
+    l2lopt.benchmark(tasks=task, optimisers={"adam": rates}, folder=tmp_path / "run", cache=path.parent, steps=4)
+    seconds = json.loads(path.read_text())["seconds"]
+    assert len(seconds) == 2
+    assert seconds["of another"] == [1.0, 2.0]
+
+
+def listed(output, target):
+    """A loss whose Python sees the numbers."""
+    return (output - target).square().mean() * (1 + 0 * sum(output.tolist()[0]))
+
+
+def branching(output, target):
+    """A loss that chooses by the numbers."""
+    return (output - target).abs().mean() if output.sum() > 0 else (output - target).square().mean()
+
+
+@pytest.mark.parametrize("criterion", [listed, branching])
+def test_models_that_vmap_refuses_run_by_themselves(tmp_path, monkeypatch, criterion):
+    timed = []
+    monkeypatch.setattr(benchmark_jobs.protocol, "step_seconds", lambda *given: timed.append(given[-1]) or 1e-3)
+    inputs = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
+    own = l2lopt.make_optimisee(lambda: torch.nn.Linear(4, 1), criterion, (inputs, inputs[:, :1]), batch_size=20)
+    sgd = {"optimiser": "sgd", "rates": [0.1], "untuned": 0.1, "leagues": ["untuned"]}
+    changes = ["seeds=3", "tuning_seeds=1"]
+    asked = {"tasks": {"mine": own}, "optimisers": {"sgd": sgd}, "folder": tmp_path / "own", "steps": 5}
+    with pytest.raises(UserError, match="in a benchmark set rows to 1"):
+        l2lopt.benchmark(**asked, changes=changes)
+    (run,) = l2lopt.benchmark(**asked, changes=[*changes, "rows=1"]).runs
+    assert run.losses["test"][5].isfinite().tolist() == [True] * 3
+    assert timed[-2:] == [1, 1]
 
 
 def test_runs_are_shared_with_a_wider_benchmark(tmp_path, made):
