@@ -73,8 +73,9 @@ def check(where: str, table: Any, path: str = "", depth: int = 0) -> None:
         depth: Number of tables and lists around them.
 
     Raises:
-        UserError: For a number that is not finite, a text that is not Unicode, a key or `name` that is no text, a
-            number of NumPy or a path in place of a plain one, and for too many tables or lists in one another.
+        UserError: For a number that is not finite, a whole one beyond TOML's 64 bits, a text that is not Unicode, a key
+            or `name` that is no text, a number of NumPy or a path in place of a plain one, and for too many tables or
+            lists in one another.
     """
     where_ = f"{where}: {path}" if path else where
     if depth > DEEPEST:
@@ -82,6 +83,9 @@ def check(where: str, table: Any, path: str = "", depth: int = 0) -> None:
         raise UserError(where, expected=f"at most {DEEPEST} levels of tables", found="more", remedy=remedy)
     if isinstance(table, float) and not math.isfinite(table) and (math.isnan(table) or path not in _INFINITE):
         raise UserError(where_, expected="a finite number", found=str(table), remedy="change the value")
+    if isinstance(table, int) and not -(2**63) <= table < 2**63:
+        found = f"one of {table.bit_length()} bits"
+        raise UserError(where_, expected="a whole number of at most 64 bits", found=found, remedy="change the value")
     if isinstance(table, str) and any("\ud800" <= c <= "\udfff" for c in table):
         raise UserError(where_, expected="a text in UTF-8", found=ascii(table), remedy="change the value")
     # NumPy's, which is not imported for it; its float64 and its text are Python's as well.
