@@ -17,7 +17,7 @@ from l2lopt.torch_optim import sharding
 from l2lopt.torch_optim.blocks import Block, blocks_of, update_in_blocks_
 from l2lopt.torch_optim.options import is_past_end
 from l2lopt.torch_optim.state_check import OBSOLETE
-from l2lopt.torch_optim.state_parts import AXES, arrays_of, shared_or_initial, with_arrays
+from l2lopt.torch_optim.state_parts import AXES, StateArray, arrays_of, shared_or_initial, with_arrays
 
 
 class FlatVector:
@@ -59,7 +59,7 @@ class FlatVector:
         self.params, self.states = list(params.values()), list(states)
         self.layout = replace(sharding.layout_of(params), fan_ins=fan_ins, roles=roles)
         self._steps, self._told = steps, told
-        self._kinds = [(param.dtype, param.device) for param in self.params]
+        self._kinds = [(param.dtype, param.device, param.shape) for param in self.params]
         self._is_distributed = sharding.is_distributed(self.params[0])
         self._shown: list[Params] = [{} for _ in self.params]  # the tensors that this vector has put into `states`
         self._addresses: dict[tuple[int, str], int] = {}  # of these, less the distributed ones
@@ -79,7 +79,7 @@ class FlatVector:
         every = zip(params, self.params, self._kinds, states, self.states, self._shown, strict=True)
         for index, (param, mine, kind, state, kept, shown) in enumerate(every):
             # A parameter that is converted, as by `module.double()`, stays the same object.
-            if param is not mine or state is not kept or (param.dtype, param.device) != kind:
+            if param is not mine or state is not kept or (param.dtype, param.device, param.shape) != kind:
                 return False
             for key, tensor in shown.items():
                 # `tensor.data = …` keeps the object, but it is no view of the buffer any more.
@@ -138,7 +138,8 @@ class FlatVector:
             loss: Loss at θ, a scalar; None where the rule does not use it.
 
         Raises:
-            UserError: Sharded parameters, and a rule whose coordinates meet otherwise than in means over groups.
+            UserError: Sharded parameters, and a rule whose coordinates meet otherwise than in means over groups; a
+            parameter that has another shape than its state.
         """
         if prefix not in self._buffers:
             self._buffers[prefix] = self._join(rule, prefix, dtype, grads)
@@ -182,6 +183,7 @@ class FlatVector:
         for array in arrays_of(initial):
             name, stored = prefix + array.name, dtype if array.kind == "coordinates" else array.value.dtype
             if name in self.states[0]:
+                self._check_shapes(array, name)
                 value = array.join(self.layout, [state[name] for state in self.states], self.params).to(stored)
             else:
                 # Real memory: an initial state may be one column expanded to all, which cannot be written in place.
@@ -197,6 +199,13 @@ class FlatVector:
             for name, value in shared.items():
                 self._show(index, prefix + name, value)
         return with_arrays(initial, buffers, shared)
+
+    def _check_shapes(self, array: StateArray, name: str) -> None:
+        """Refuses the state of a parameter that has been given another shape."""
+        for param, state, own in zip(self.params, self.states, self.layout.names, strict=True):
+            if (found := tuple(state[name].shape)) != (expected := array.part_shape(param.shape)):
+                where, remedy = f"state of parameter {own!r}", "drop it: optimizer.state.pop(parameter)"
+                raise UserError(where, expected=f"{name} {list(expected)}", found=str(list(found)), remedy=remedy)
 
     def _show(self, index: int, name: str, value: Tensor) -> None:
         """Puts a tensor into `state[p]` of one parameter."""

@@ -202,6 +202,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
         for group, (key, value) in product(self.param_groups, self.defaults.items()):
             group.setdefault(key, value)  # an older release had fewer options
         self._clear_cache()
+        self._is_made = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters with options of their own; `param_group` is not changed.
@@ -210,7 +211,10 @@ class LearnedOptimizer(torch.optim.Optimizer):
             UserError: An option is out of its range.
         """
         check_group(param_group)
-        group = self.defaults | param_group
+        # Lists are of the first parameters, each with its value: later ones have their own or none.
+        lists = ("kind", "split", "fan_in") if self._is_made else ()
+        none = {name: None for name in lists if isinstance(self.defaults[name], list)}
+        group = self.defaults | none | param_group
         if "weights" in param_group:
             group["weights"] = self._rule_id(group["weights"])
         if "fallback" in param_group:
@@ -268,6 +272,8 @@ class LearnedOptimizer(torch.optim.Optimizer):
                 for vector in vectors_of(group, self.state, self._vectors.setdefault(index, {}), others):
                     self._step_vector(vector, group, value)
                     # "initial_lr" is what a scheduler began with: from a factor of 1 a decay may be far down by now.
+                    if group["fallen_back"]:
+                        continue  # the rule, of which both are told, stands still
                     late += [group] * (vector.steps_made == LATE and float(group.get("initial_lr", 0)) < SMALL)
                     ended += [vector] * vector.is_past_end
         warn_of_small_factors(late, self._rules)

@@ -63,9 +63,12 @@ def check_options(group: Mapping[str, Any]) -> None:
         raise UserError("LearnedOptimizer: state_dtype", expected="a known name", found=found, remedy=remedy)
     for name, remedy in _COUNTS.items():
         for value in group[name] if isinstance(group[name], list | tuple) and name != "steps" else [group[name]]:
-            if value is not None and (isinstance(value, bool) or not isinstance(value, Integral) or value < 1):
+            whole = isinstance(value, Integral) and not isinstance(value, bool)
+            if value is not None and not (whole and 1 <= value < 2**63):
                 found = repr(value)
-                expected = "a whole number above 0, or None"
+                expected = (
+                    "a whole number above 0 of at most 64 bits, or None" if whole else "a whole number above 0, or None"
+                )
                 raise UserError(f"LearnedOptimizer: {name}", expected=expected, found=found, remedy=remedy)
     refuse_torchs(group)
 
@@ -176,6 +179,8 @@ def one_loss(loss: Any) -> Tensor:
         found, remedy = f"a {type(loss).__name__}", "tell the loss alone; a closure returns it alone"
         raise UserError("step: loss", expected="one number", found=found, remedy=remedy)
     value = torch.as_tensor(loss).detach()
+    if value.is_complex():
+        raise UserError("step: loss", expected="a real number", found=str(value), remedy="tell its real part")
     if value.numel() != 1:
         found, remedy = str(list(value.shape)), "tell their mean"
         raise UserError("step: loss", expected="one number", found=found, remedy=remedy)
@@ -209,8 +214,11 @@ def check_parameters(named: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def check_gradients(group: Mapping[str, Any]) -> None:
-    """Refuses sparse, complex and integer gradients, and parameters of such kinds that have a gradient."""
+    """Refuses sparse, complex and integer gradients, and parameters of such kinds, or without memory, that have one."""
     for index, param in enumerate(group["params"]):
+        if param.grad is not None and param.device.type == "meta":
+            where, remedy = f"parameter {names_of(group)[index]!r}", "give the module memory: module.to_empty(device=…)"
+            raise UserError(where, expected="a parameter with numbers", found="one on meta", remedy=remedy)
         for value in (param.grad, param) if param.grad is not None else ():
             if value.layout != torch.strided or value.dtype not in DTYPES:
                 found = f"{str(value.layout).removeprefix('torch.')} {str(value.dtype).removeprefix('torch.')}"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from l2lopt.core.errors import UserError
 from l2lopt.core.kinds import Role, check_kind, check_split, roles, roles_in
 from l2lopt.core.layout import Layout
-from l2lopt.torch_optim.options import check_parameters, names_of
+from l2lopt.torch_optim.options import check_options, check_parameters, names_of, with_plain_numbers
 
 Each: TypeAlias = Any
 """A value for all parameters of a group, a list with a value for each, or None."""
@@ -41,10 +41,15 @@ def parameter_groups(module: nn.Module, *, by_role: bool = False) -> list[dict[s
             values as options: for `ZeroRedundancyOptimizer`, which shares a group's parameters out to the processes.
 
     Raises:
-        UserError: A parameter is lazy: it has no shape before the module's first call.
+        UserError: A parameter is lazy: it has no shape before the module's first call; or the module, or a part of it,
+            is scripted or traced: it does not say what its layers are.
     """
     named = list(module.named_parameters())
     check_parameters(named)
+    if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
+        expected, found = "a module whose layers can be told apart", "one of torch.jit.script or torch.jit.trace"
+        remedy = "give its named_parameters(), and kind= where names and shapes do not tell"
+        raise UserError("LearnedOptimizer: params", expected=expected, found=found, remedy=remedy)
     known, transposed = roles_in(module), _fan_ins_of_transposed(module)
     if not by_role:
         group: dict[str, Any] = {
@@ -88,15 +93,25 @@ def inform(
         optimizer: Optimiser, before its first step or between two steps, or a wrapper that shows its `param_groups`.
         steps: Number of steps of the run.
         known: Roles of parameters by name.
+
+    Raises:
+        UserError: A number of steps that is none, or a role that a parameter cannot have; nothing has changed.
     """
+    changes = []
     for group in optimizer.param_groups:
         if "split" not in group:
             continue
-        if steps is not None:
-            group["steps"] = steps
+        new: dict[str, Any] = {} if steps is None else {"steps": steps}
         if known:
             found = [known.get(name, role) for name, role in zip(names_of(group), roles_of(group), strict=True)]
-            group["kind"], group["split"] = [role.kind for role in found], [role.split for role in found]
+            new |= {"kind": [role.kind for role in found], "split": [role.split for role in found]}
+        new = with_plain_numbers(new)
+        changed = {**group, **new}
+        check_options(changed)
+        roles_of(changed)
+        changes.append((group, new))
+    for group, new in changes:  # all or none
+        group.update(new)
 
 
 def roles_of(group: Mapping[str, Any]) -> tuple[Role, ...]:

@@ -4,6 +4,7 @@ A parameter without a gradient neither moves nor counts the step, so its state f
 then on the parameters with a gradient are a flat vector of their own: each vector has one step count for all.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from math import prod
 from typing import Any
@@ -17,6 +18,9 @@ from l2lopt.torch_optim import sharding
 from l2lopt.torch_optim.flat_vectors import FlatVector
 from l2lopt.torch_optim.options import names_of
 from l2lopt.torch_optim.parameter_groups import each_of, roles_of
+
+_COUNTS = ("step", "fallback.step")
+"""Step counts in `state[p]`."""
 
 
 def partition(
@@ -32,11 +36,11 @@ def partition(
         present: Whether each parameter has a gradient.
     """
     members: dict[Any, list[int]] = {}
-    for index, (param, number) in enumerate(zip(params, numbers, strict=True)):
+    for index, (param, number, nth) in enumerate(zip(params, numbers, _in_one_memory(params), strict=True)):
         if number is not None or present[index]:
-            members.setdefault((number, sharding.kind(param)), []).append(index)
-    last, seen, vectors = max((number for number, _ in members if number is not None), default=-1), set(), []
-    for (number, _), indices in members.items():
+            members.setdefault((number, sharding.kind(param), nth), []).append(index)
+    last, seen, vectors = max((key[0] for key in members if key[0] is not None), default=-1), set(), []
+    for (number, *_), indices in members.items():
         stepping = [index for index in indices if present[index]]
         # Seen before: members of one vector that are no longer of one kind, of one dtype and device, for instance.
         if number is None or number in seen or len(stepping) < len(indices):
@@ -46,6 +50,45 @@ def partition(
             vectors.append((number, stepping))
         seen.add(number)
     return [(number, stepping) for number, stepping in vectors if stepping]
+
+
+def _in_one_memory(params: Sequence[Tensor]) -> list[int]:
+    """The number of earlier parameters in each one's memory, as of `nn.Parameter(other)` and `p.data = other.data`.
+
+    Within one vector only the last of them would be written back.
+    """
+    counts, found = Counter[int](), []
+    for param in params:
+        known = param.numel() > 0 and param.device.type != "meta" and not sharding.is_distributed(param)
+        address = param.data_ptr() if known else 0
+        found.append(counts[address] if address else 0)
+        counts[address] += 1
+    return found
+
+
+def _by_count(numbers: Sequence[int | None], present: Sequence[bool], states: Sequence[dict[str, Any]]) -> list[Any]:
+    """The numbers of the vectors, with new ones for members that have made other numbers of steps than the first.
+
+    Parameters of two groups may have come into one, whose vectors have equal numbers.
+
+    Args:
+        numbers: Number of the vector that each parameter belongs to.
+        present: Whether each parameter has a gradient.
+        states: `state[p]` of each parameter; "vector" in it is changed.
+    """
+    found, last = [*numbers], max((number for number in numbers if number is not None), default=-1)
+    for number in sorted({number for number in numbers if number is not None}):
+        members = [index for index, own in enumerate(numbers) if own == number and present[index]]
+        # The members of a vector share the tensor, so that a GPU is waited for where they have just been loaded.
+        if len({tuple(id(states[index].get(name)) for name in _COUNTS) for index in members}) > 1:
+            known = dict[Any, int]()
+            for index in members:
+                made = tuple(None if (count := states[index].get(name)) is None else int(count) for name in _COUNTS)
+                if made not in known:
+                    last += bool(known)
+                    known[made] = last if known else number
+                found[index] = states[index]["vector"] = known[made]
+    return found
 
 
 def vectors_of(
@@ -73,7 +116,7 @@ def vectors_of(
     names = names_of(group)
     numbers = [state[param].get("vector") if param in state else None for param in params]
     present = [param.grad is not None for param in params]
-    stepping = []
+    numbers, stepping = _by_count(numbers, present, [state.get(param, {}) for param in params]), []
     for number, indices in partition(params, numbers, present):
         old = numbers[indices[0]]
         if number != old:
