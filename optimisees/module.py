@@ -16,7 +16,7 @@ from l2lopt.core.errors import UserError, above_0
 from l2lopt.core.kinds import Role, roles_in
 from l2lopt.core.layout import Params
 from l2lopt.core.precision import double
-from l2lopt.core.seeding import generator, seed_of, seeded
+from l2lopt.core.seeding import generator, other_generators, seed_of, seeded
 from l2lopt.core.types import Aux, Batch, ModuleParts
 from l2lopt.optimisee import IndexedBatches, Optimisee, Split
 from optimisees.data.datasets import InMemory, digest
@@ -177,7 +177,9 @@ class ModuleOptimisee(Optimisee):
 
     def _outputs(self, params: Params, aux: Aux, batch: Batch) -> Tensor:
         """The model's, in test mode."""
-        outputs: Tensor = functional_call(self._testing, (params, aux), (batch["inputs"],))
+        # Copies: what a model does to its buffers here is not the run's.
+        kept = {name: value.clone() for name, value in aux.items()}
+        outputs: Tensor = functional_call(self._testing, (params, kept), (batch["inputs"],))
         return outputs
 
     def _samples(self, split: Split) -> tuple[Tensor, Tensor]:
@@ -212,7 +214,7 @@ class ModuleOptimisee(Optimisee):
                 hooks.append(hook)
         buffers, samples = dict(trial.named_buffers()), self.data.train_inputs[: min(2, self.batch_size)]
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            before = torch.get_rng_state()
+            before, others = torch.get_rng_state(), other_generators()
             try:
                 outputs = _check_inputs_stay(trial, samples)
             except ValueError as error:
@@ -222,7 +224,7 @@ class ModuleOptimisee(Optimisee):
                 raise UserError("batch_size", expected="2 or more, for batch norm", found="1", remedy=remedy) from error
             tested = copy.deepcopy(self._testing)
             tests = [_check_inputs_stay(tested, samples) for _ in range(2)]
-            drew = not torch.equal(before, torch.get_rng_state())
+            drew = not torch.equal(before, torch.get_rng_state()) or others != other_generators()
             for hook in hooks:
                 hook.remove()
             for name, value in trial.named_buffers():

@@ -20,7 +20,10 @@ def bytes_of(value: "Tensor") -> memoryview:
     from torch import uint8  # imported here: PyTorch takes seconds, and files without tensors need none of it
 
     # As bytes, since NumPy has no bfloat16; flat first, since PyTorch cannot view a scalar as bytes.
-    found: memoryview = value.detach().cpu().contiguous().reshape(-1).view(uint8).numpy().data
+    flat = value.detach().cpu().contiguous().reshape(-1)
+    # A single element counts as contiguous whatever its stride, and cannot be viewed as bytes with one beside 1.
+    flat = flat.as_strided(flat.shape, (1,)) if flat.numel() == 1 else flat
+    found: memoryview = flat.view(uint8).numpy().data
     return found
 
 

@@ -1,10 +1,13 @@
 """Seeds and random generators that are pure functions of a key."""
 
 import hashlib
-from collections.abc import Iterator
+import random
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from operator import index
+from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -29,3 +32,13 @@ def seeded(seed: int) -> Iterator[None]:
         # torch.manual_seed would seed the GPUs as well, whose state is not put back afterwards.
         torch.default_generator.manual_seed(seed)
         yield
+
+
+def other_generators() -> Hashable:
+    """The states of Python's and of NumPy's global generators, which no seed of a run sets.
+
+    Two that differ have a draw between them.
+    """
+    state: Any = np.random.get_state(legacy=False)
+    parts = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in state["state"].items()}
+    return random.getstate(), repr((parts, state.get("has_gauss")))

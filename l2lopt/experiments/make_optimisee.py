@@ -19,7 +19,7 @@ from torch.utils.data import (
 )
 
 from l2lopt.core.errors import UserError
-from l2lopt.core.seeding import generator, seeded
+from l2lopt.core.seeding import generator, other_generators, seeded
 from optimisees import InMemory, ModuleOptimisee
 
 Samples: TypeAlias = tuple[Tensor, Tensor] | Dataset[Any] | DataLoader[Any]
@@ -27,6 +27,8 @@ Samples: TypeAlias = tuple[Tensor, Tensor] | Dataset[Any] | DataLoader[Any]
 
 _CHUNK = 256
 """Samples that are collated at once."""
+_MISTAKES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)
+"""Errors of PyTorch, or of the caller's functions, that a batch leads to which does not go through them."""
 
 
 def make_optimisee(
@@ -100,11 +102,12 @@ def make_optimisee(
         if augment is not None:
             _check_augment(optimisee)
         _check_loss(where, _first_loss(optimisee))
+        _check_reach(optimisee)
         where = "metrics, and the loss on test samples"
         _first_evaluation(optimisee)
     except UserError:
         raise
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:  # PyTorch's, or the caller's
+    except _MISTAKES as error:
         raise UserError(where, expected="a batch that goes through", found=str(error), remedy=remedy) from error
     return optimisee
 
@@ -114,18 +117,19 @@ def _check_augment(optimisee: ModuleOptimisee) -> None:
 
     With those, optimisers would meet different batches.
     """
+    others = other_generators()
     try:
         first, again = (optimisee.batch("train", 0, 0)["inputs"] for _ in range(2))
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+    except _MISTAKES as error:
         expected, remedy = "inputs that it can change", "check augment(inputs, generator)"
         raise UserError("augment", expected=expected, found=str(error), remedy=remedy) from error
     if not isinstance(first, Tensor) or len(first) != optimisee.batch_size:
         found = f"a tensor of shape {tuple(first.shape)}" if isinstance(first, Tensor) else f"a {type(first).__name__}"
         expected, remedy = f"a tensor of {optimisee.batch_size} inputs", "return the inputs alone, one for each given"
         raise UserError("augment", expected=expected, found=found, remedy=remedy)
-    if not _same(first, again):
+    if not _same(first, again) or others != other_generators():
         expected, remedy = "equal samples of equal generators", "draw from the generator that it is given, alone"
-        raise UserError("augment", expected=expected, found="others the second time", remedy=remedy)
+        raise UserError("augment", expected=expected, found="other random numbers", remedy=remedy)
 
 
 def _first_evaluation(optimisee: ModuleOptimisee) -> None:
@@ -181,7 +185,7 @@ def _check_factory(model: Any) -> None:
     if {id(value) for value in first.parameters()} & {id(value) for value in second.parameters()}:
         remedy = "make the layers inside the function"
         raise UserError("model", expected=expected, found="the same parameters twice", remedy=remedy)
-    one, other = list(first.parameters()), list(second.parameters())
+    one, other = [*first.parameters(), *first.buffers()], [*second.parameters(), *second.buffers()]
     if len(one) != len(other) or not all(map(_same, one, other)):
         remedy = "draw them from PyTorch's global generator, as the layers of torch.nn do"
         found = "others under the same seed"
@@ -202,7 +206,25 @@ def _first_loss(optimisee: ModuleOptimisee) -> Tensor:
         warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
     if value.requires_grad and not value.dim():
         value.backward()
+    for name, param in params.items():
+        if param.grad is not None and param.grad.layout != torch.strided:
+            found, remedy = "a sparse one", "make its nn.Embedding with sparse=False"
+            raise UserError(f"parameter {name!r}", expected="a dense gradient", found=found, remedy=remedy)
     return value
+
+
+def _check_reach(optimisee: ModuleOptimisee) -> None:
+    """Refuses parameters that a loss reaches past the run's own, which no optimiser moves.
+
+    A closure is not copied with its module: what it holds on to is the module that it was made in.
+    """
+    params, aux = optimisee.init(0)
+    if optimisee.loss(params, aux, optimisee.batch("train", 0, 0))[0].requires_grad:
+        expected, found = "parameters that are those of the run", "others, which no optimiser would move"
+        remedy = (
+            "in forward reach layers by self, not by a lambda, a hook or a list; a loss has no parameters of its own"
+        )
+        raise UserError("loss(model(inputs), targets)", expected=expected, found=found, remedy=remedy)
 
 
 def _with_test(training: tuple[Tensor, Tensor], test: Samples | float) -> InMemory:
@@ -295,6 +317,9 @@ def _pair(found: Any, where: str) -> tuple[Tensor, Tensor]:
         if not isinstance(part, Tensor | np.ndarray):
             kind = f"a {type(part).__name__} in it"
             raise UserError(where, expected=expected, found=kind, remedy="make tensors of both")
+        if isinstance(part, Tensor) and (part.is_nested or part.layout != torch.strided):
+            kind = "a nested one" if part.is_nested else f"a {str(part.layout).removeprefix('torch.')} one"
+            raise UserError(where, expected="dense tensors", found=kind, remedy="pad it, or call its to_dense()")
     try:
         inputs = _tensor(found[0]).detach()
         targets = inputs if found[1] is found[0] else _tensor(found[1]).detach()
@@ -309,10 +334,11 @@ def _pair(found: Any, where: str) -> tuple[Tensor, Tensor]:
 
 def _tensor(part: Tensor | np.ndarray) -> Tensor:
     """A tensor of the same numbers, of its own, as the caller's may change later; a mapped file's as it is."""
-    if isinstance(part, np.memmap) and part.flags.writeable and all(stride >= 0 for stride in part.strides):
-        return torch.as_tensor(part)
-    if isinstance(part, np.ndarray) and any(stride < 0 for stride in part.strides):
-        part = part.copy()
+    if isinstance(part, np.ndarray):
+        native = part.dtype.isnative and all(stride >= 0 for stride in part.strides)
+        if isinstance(part, np.memmap) and part.flags.writeable and native:
+            return torch.as_tensor(part)
+        part = part if native else part.astype(part.dtype.newbyteorder("="), order="C")
     return torch.as_tensor(part).clone()
 
 

@@ -63,13 +63,10 @@ def check_options(group: Mapping[str, Any]) -> None:
         raise UserError("LearnedOptimizer: state_dtype", expected="a known name", found=found, remedy=remedy)
     for name, remedy in _COUNTS.items():
         for value in group[name] if isinstance(group[name], list | tuple) and name != "steps" else [group[name]]:
-            whole = isinstance(value, Integral) and not isinstance(value, bool)
-            if value is not None and not (whole and 1 <= value < 2**63):
-                found = repr(value)
-                expected = (
-                    "a whole number above 0 of at most 64 bits, or None" if whole else "a whole number above 0, or None"
-                )
-                raise UserError(f"LearnedOptimizer: {name}", expected=expected, found=found, remedy=remedy)
+            whole = isinstance(value, Integral) and type(value) is not bool and int(value) >= 1
+            if value is not None and not (whole and int(value) < 2**63):
+                expected = f"a whole number above 0{' of at most 64 bits' if whole else ''}, or None"
+                raise UserError(f"LearnedOptimizer: {name}", expected=expected, found=repr(value), remedy=remedy)
     refuse_torchs(group)
 
 

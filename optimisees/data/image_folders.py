@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -22,13 +23,17 @@ from l2lopt.core.seeding import generator
 from l2lopt.storage.run_log import written_whole
 from optimisees.data.datasets import InMemory, damaged
 
-_ENDINGS = (".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
+_ENDINGS = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+_FORM = 2
+"""Number of the way in which images are decoded: another makes kept ones anew."""
+_DEPTHS = (8, 10, 12, 14, 16)
+"""Bits of grey values, of which a folder's are taken to have the fewest that hold them all."""
 _log = logging.getLogger("l2lopt")
 
 
 def from_folder(folder: Path, size: int | None = None, test_share: float = 0.2) -> InMemory:
     """Images of class folders, decoded once and kept in `.l2lopt-cache` beside the folder; see `images.load`."""
-    if (folder / "train").is_dir():
+    if _is_divided(folder):
         train, test = (_listed(folder / part) for part in ("train", "test"))
         classes = sorted({file.label for file in train})
         for file in test:
@@ -55,6 +60,14 @@ def from_folder(folder: Path, size: int | None = None, test_share: float = 0.2) 
     images = _decoded(folder, tuple(files), size)
     train_order, test_order = order[:cut], order[cut:]
     return InMemory(images[train_order], labels[train_order], images[test_order], labels[test_order])
+
+
+def _is_divided(folder: Path) -> bool:
+    """Whether a folder has train/ and test/; train/ among other classes is a class."""
+    if not (folder / "train").is_dir():
+        return False
+    others = {entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")}
+    return "test" in others or others <= {"train", "val", "valid", "validation"}
 
 
 class _File(NamedTuple):
@@ -86,22 +99,29 @@ def _listed(folder: Path) -> list[_File]:
 
 
 def _within(folder: Path, label: str) -> list[_File]:
-    """The images of a class folder, by name."""
-    files = []
+    """The images of a class folder, by name; what else lies in it is logged."""
+    files, passed = [], Counter[str]()
     for entry in sorted(os.scandir(folder / label), key=lambda entry: entry.name):
-        if entry.name.lower().endswith(_ENDINGS) and not entry.name.startswith("."):  # as macOS leaves them
+        if entry.name.startswith("."):  # as macOS leaves them
+            continue
+        if not entry.name.lower().endswith(_ENDINGS):
+            passed["folders" if entry.is_dir() else Path(entry.name).suffix or entry.name] += 1
+        else:
             try:
                 stat = entry.stat()
             except OSError as error:
                 raise damaged(Path(entry.path), error.strerror or "", "replace or remove it") from None
             files.append(_File(f"{label}/{entry.name}", label, stat.st_size, stat.st_mtime_ns))
+    if files and passed:
+        said = ", ".join(f"{count} {kind}" for kind, count in passed.most_common(5))
+        _log.warning("%s: left out, beside %d images: %s", folder / label, len(files), said)
     return files
 
 
 @lru_cache(maxsize=2)
 def _decoded(folder: Path, files: tuple[_File, ...], size: int | None) -> Tensor:
     """The images in uint8 [n, 3, height, width], from the cache where the files are the same, and then into it."""
-    listing = json.dumps([size, *((file.name, file.bytes, file.modified) for file in files)])
+    listing = json.dumps([_FORM, size, *((file.name, file.bytes, file.modified) for file in files)])
     fingerprint = hashlib.blake2b(listing.encode(), digest_size=16).hexdigest()
     places = _cache_places(folder.resolve(), size)
     for place in places:
@@ -133,29 +153,42 @@ def _cache_places(folder: Path, size: int | None) -> list[Path]:
     return [folder.parent / ".l2lopt-cache" / (name + ending), own / "l2lopt" / f"{name}-{key}{ending}"]
 
 
-def _in_eight_bits(image: Image.Image) -> Image.Image:
-    """An image whose grey values Pillow would clip at 255, of 16 bits, as one of 8; others as they are.
+def _in_eight_bits(image: Image.Image, depth: int, deep: list[int]) -> Image.Image:
+    """An image whose grey values Pillow would clip at 255, of up to 16 bits, as one of 8; others as they are.
+
+    Args:
+        image: Image.
+        depth: Bits of such values.
+        deep: List that gets the largest of them.
 
     Raises:
         ValueError: For grey values without a known range.
     """
-    if image.mode.startswith("I;16"):
-        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    if image.mode in ("I", "F"):
-        values = np.asarray(image)
-        if image.mode == "F" or values.min() < 0 or values.max() > 65_535:
-            raise ValueError(f"grey values of Pillow's mode {image.mode}, whose range is not known")
-        return Image.fromarray((values >> 8).astype(np.uint8))
-    return image
+    if image.mode != "F" and not image.mode.startswith("I"):
+        return image
+    values = np.asarray(image)
+    if image.mode == "F" or values.min() < 0 or values.max() > 65_535:
+        raise ValueError(f"grey values of Pillow's mode {image.mode}, whose range is not known")
+    deep.append(int(values.max()))
+    return Image.fromarray((values >> (depth - 8)).clip(0, 255).astype(np.uint8))
 
 
-def _decode(folder: Path, files: Sequence[_File], size: int | None) -> Tensor:
-    """All images, several read at the same time."""
+def _on_white(image: Image.Image) -> Image.Image:
+    """An image in colours; what lies below its transparent parts is white, and not what a file has there by chance."""
+    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
+        above = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", above.size, "white"), above)
+    return image.convert("RGB")
+
+
+def _decode(folder: Path, files: Sequence[_File], size: int | None, depth: int = 16) -> Tensor:
+    """All images, several read at the same time; grey values that are all of fewer bits than 16 are read again so."""
+    deep: list[int] = []
 
     def decode(file: _File) -> np.ndarray:
         try:
             with Image.open(folder / file.name) as image:
-                colours = _in_eight_bits(image).convert("RGB")
+                colours = _on_white(_in_eight_bits(image, depth, deep))
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             raise damaged(folder / file.name, str(error), "replace or remove it") from None
         return np.asarray(ImageOps.fit(colours, (size, size)) if size else colours)
@@ -181,4 +214,8 @@ def _decode(folder: Path, files: Sequence[_File], size: int | None) -> Tensor:
             if done % 10_000 == 0 or done == len(files):
                 _log.info("decoded %d of %d images", done, len(files))
     assert images is not None  # a listing is never empty
+    least = next(bits for bits in _DEPTHS if max(deep, default=65_535) < 2**bits)
+    if least < depth:
+        _log.info("grey values of %s are at most %d: read as of %d bits", folder, max(deep), least)
+        return _decode(folder, files, size, least)
     return torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()

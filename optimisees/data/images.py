@@ -28,7 +28,8 @@ def load(
             (ROOT/MNIST/raw/), "svhn" (ROOT/svhn/{train,test}_32x32.mat), "photographs" (which needs no files), or the
             path of a folder: train/ and test/ with a folder for each class, or the class folders themselves. Labels
             follow the classes' names in order. Images that lie in no class folder are one class; a folder without any
-            among others is no class, which is logged.
+            among others is no class, which is logged, as are files that are no images. Transparent parts are white, and
+            grey values of more than 8 bits are scaled by the fewest of 8, 10, 12, 14 or 16 bits that hold a folder's.
         size: Height and width of what comes out. Images of a folder are cut to a square about the middle and scaled;
             those of a named set are made smaller, each new pixel the mean of the area that it covers. None leaves the
             images as they are; those of a folder must then be of one size.

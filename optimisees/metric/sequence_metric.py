@@ -154,9 +154,11 @@ class SequenceMetric(Optimisee):
         return self.structural(d, batch["targets"], aux, moving=False)[0]
 
     def evaluation_batches(self, split: Split, seed: int) -> Iterator[tuple[Batch, int]]:
-        """The split's windows in an order drawn once and for all, `evaluation_size` at a time."""
+        """The split's windows in an order drawn once, `evaluation_size` at a time, and a last one beside the others."""
         if split not in self._whole:
-            parts = self._order(split)[: self.few].split(self.evaluation_size)
+            parts = list(self._order(split)[: self.few].split(self.evaluation_size))
+            if len(parts) > 1 and len(parts[-1]) == 1:  # which makes no pair
+                parts[-2:] = [torch.cat(parts[-2:])]
             self._whole[split] = [(self._at(split, rows), len(rows)) for rows in parts]
         yield from self._whole[split]
 

@@ -1,9 +1,11 @@
 """Seeds that are functions of a key."""
 
+import random
+
 import numpy as np
 import pytest
 
-from l2lopt.core.seeding import seed_of
+from l2lopt.core.seeding import other_generators, seed_of
 
 
 def test_equal_integers_give_equal_seeds():
@@ -16,3 +18,11 @@ def test_equal_integers_give_equal_seeds():
 def test_what_is_no_integer_is_refused():
     with pytest.raises(TypeError):
         seed_of("batch", 1.0)
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand, np.random.randn, lambda: np.random.randint(9)])
+def test_a_draw_from_a_global_generator_shows(draw):
+    before = other_generators()
+    assert other_generators() == before
+    draw()
+    assert other_generators() != before

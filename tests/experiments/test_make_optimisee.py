@@ -1,5 +1,6 @@
 """Optimisees from a model, a loss and samples: the samples are the caller's, mistakes end in one line."""
 
+import random
 from collections import namedtuple
 from functools import partial, wraps
 
@@ -28,6 +29,7 @@ from l2lopt.optimisee import evaluate_rows, evaluate_split
 INPUTS = torch.arange(600 * 3, dtype=torch.float32).view(600, 3) / 1800
 TARGETS = torch.arange(600) % 2
 SET = TensorDataset(INPUTS, TARGETS)
+NESTED = torch.nested.nested_tensor([INPUTS, INPUTS], layout=torch.jagged)
 Pair = namedtuple("Pair", "inputs targets")
 
 
@@ -55,6 +57,7 @@ class Numbers(Dataset):
         pytest.param((INPUTS, TARGETS), id="tensors"),
         pytest.param([INPUTS.numpy(), TARGETS.numpy()], id="arrays"),
         pytest.param([INPUTS.flip(0).numpy()[::-1], TARGETS.flip(0).numpy()[::-1]], id="reversed arrays"),
+        pytest.param([INPUTS.numpy().astype(">f4"), TARGETS.numpy().astype(">i8")[::-1][::-1]], id="big-endian arrays"),
         pytest.param(SET, id="data set"),
         pytest.param(Numbers(), id="a data set of numbers"),
         pytest.param(DataLoader(SET, 7), id="loader"),
@@ -115,9 +118,118 @@ def test_augmentation_is_the_runs_own():
 
 
 def test_augmentation_by_other_generators_is_refused():
-    expected = "augment: expected equal samples of equal generators, found others the second time; draw from the"
+    expected = "augment: expected equal samples of equal generators, found other random numbers; draw from the"
     with pytest.raises(UserError, match=expected):
         made(augment=lambda inputs, generator: inputs + torch.randn_like(inputs))
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_random_numbers_that_change_nothing_this_time_are_refused(draw):
+    """A draw of one in a million would show in one run of a million, and not in a trial."""
+
+    class Drops(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * (draw() > 1e-6 if self.training else 1)
+
+    with pytest.raises(UserError, match="expected a loss that is pure, found random numbers in it"):
+        made(model=lambda: Drops(3, 2))
+    with pytest.raises(UserError, match=r"augment: .* found other random numbers"):
+        made(augment=lambda inputs, generator: inputs if draw() > 1e-6 else inputs.flip(0))
+
+
+class Reads(nn.Module):
+    """Reaches a layer by what a copy of the module shares with it."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.layer, self.head, self.way = nn.Linear(3, 4), nn.Linear(4, 2), way
+        self.read = lambda x: self.head(x)
+        self.kept = [self.head.weight]
+        if way == "hook":
+            self.layer.register_forward_hook(lambda layer, args, output: output + self.head.bias.sum())
+
+    def forward(self, x):
+        x = self.layer(x)
+        if self.way == "lambda":
+            return self.read(x)
+        return x @ self.kept[0].T if self.way == "list" else self.head(x)
+
+
+@pytest.mark.parametrize("way", ["lambda", "hook", "loss"])
+def test_parameters_that_no_optimiser_would_move_are_refused(way):
+    scale = nn.Linear(1, 1)
+    loss = nn.functional.cross_entropy
+    given = {"loss": lambda outputs, targets: loss(outputs * scale.weight, targets)} if way == "loss" else {}
+    with pytest.raises(UserError, match=r"found others, which no optimiser would move; in forward reach layers by"):
+        made(model=lambda: Reads(way), **given)
+    made(model=lambda: Reads("attribute"))
+
+
+def test_evaluations_leave_a_runs_buffers_alone():
+    """A range that a model goes on observing in test mode is that of training samples."""
+
+    class Observes(nn.Linear):
+        def __init__(self):
+            super().__init__(3, 2)
+            self.register_buffer("top", torch.ones(()))
+
+        def forward(self, x):
+            self.top.copy_(torch.maximum(self.top, x.detach().abs().max()))
+            return super().forward(x / self.top)
+
+    task = made((INPUTS, TARGETS), (100 * INPUTS + 100, TARGETS), model=Observes)
+    params, aux = task.init(0)
+    for split in ("train", "test"):
+        evaluate_split(task, split, 0, params, aux)
+    batch = task.batch("train", 0, 0)
+    task.metrics(params, aux, batch)
+    assert float(aux["top"]) == 1.0
+    assert float(task.loss(params, aux, batch)[1]["top"]) == 1.0
+
+
+def test_a_sparse_gradient_is_refused():
+    words = torch.arange(40).remainder(9).view(20, 2)
+
+    def model():
+        return nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.Linear(8, 2))
+
+    with pytest.raises(UserError, match=r"parameter '0.weight': expected a dense gradient, found a sparse one"):
+        made((words, torch.arange(20) % 2), (words, torch.arange(20) % 2), model=model)
+
+
+def test_errors_of_the_callers_functions_end_in_one_line():
+    for model in (lambda: Asserts(4), lambda: Tabled("logits")):
+        with pytest.raises(UserError, match="expected a batch that goes through"):
+            made(model=model, loss=lambda out, y: nn.functional.cross_entropy(out["scores"], y))
+
+
+class Asserts(nn.Linear):
+    def __init__(self, size):
+        super().__init__(3, 2)
+        self.size = size
+
+    def forward(self, x):
+        assert x.shape[1] == self.size, "another width"
+        return {"scores": super().forward(x)}
+
+
+class Tabled(nn.Linear):
+    def __init__(self, name):
+        super().__init__(3, 2)
+        self.name = name
+
+    def forward(self, x):
+        return {self.name: super().forward(x)}
+
+
+def test_a_buffer_that_the_seed_does_not_give_is_refused():
+    def model():
+        layer = nn.Linear(3, 2)
+        layer.register_buffer("shift", torch.tensor(NUMPY.normal(size=2)))
+        return layer
+
+    with pytest.raises(UserError, match="expected initial values that follow from the seed"):
+        made(model=model)
 
 
 def test_a_loss_that_is_broadcast_is_refused():
@@ -223,6 +335,8 @@ class Endless(Dataset):
     [
         (INPUTS, r"train: expected a pair \(inputs, targets\) of tensors, found a Tensor; pass a pair"),
         ((INPUTS, TARGETS, TARGETS), "found 3 parts"),
+        ((INPUTS.to_sparse(), TARGETS), "expected dense tensors, found a sparse_coo one; pad it, or call its to_dense"),
+        ((NESTED, TARGETS), "expected dense tensors, found a nested one"),
         ((INPUTS, "ab"), "found a str in it; make tensors of both"),
         ((INPUTS, TARGETS[:9]), r"expected as many inputs as targets, found shapes \[600, 3\] and \[9\]"),
         ((INPUTS, torch.tensor(1)), r"found shapes \[600, 3\] and \[\]"),

@@ -394,6 +394,63 @@ def test_grey_values_of_sixteen_bits_are_scaled(tmp_path, kind):
     assert found.train_inputs[0, 0].tolist() == (values // 256).tolist()
 
 
+@pytest.mark.parametrize(("most", "shift"), [(255, 0), (1_000, 2), (4_095, 4), (9_000, 6), (20_000, 8)])
+@pytest.mark.parametrize("kind", ["png", "tiff"])
+def test_grey_values_are_scaled_by_the_bits_that_a_folder_uses(tmp_path, kind, most, shift):
+    """As scans of 12 bits in files of 16, whose images would be black by the others' scale; the darkest by the same."""
+    values = np.linspace(0, most, 64).astype(np.uint16 if kind == "png" else np.int32).reshape(8, 8)
+    for label in ("a", "b"):
+        (tmp_path / "grey" / label).mkdir(parents=True)
+        for number in range(3):
+            Image.fromarray(values // (number + 1)).save(tmp_path / "grey" / label / f"{number}.{kind}")
+    found = images.load(str(tmp_path / "grey"))
+    every = torch.cat([found.train_inputs, found.test_inputs])[:, 0].sort(0).values
+    assert every[-1].tolist() == (values >> shift).tolist()
+    assert every[0].tolist() == (values // 3 >> shift).tolist()
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_what_is_transparent_is_white(tmp_path, mode):
+    """Black strokes on nothing, as icons are, and a fully opaque image as it is."""
+    strokes = Image.new("RGBA", (4, 4), (0, 0, 0, 0))
+    strokes.putpixel((1, 2), (0, 0, 0, 255))
+    strokes.putpixel((2, 2), (0, 0, 0, 102))
+    for label in ("a", "b"):
+        (tmp_path / "icons" / label).mkdir(parents=True)
+        for number in range(3):
+            strokes.convert(mode).save(tmp_path / "icons" / label / f"{number}.png")
+    found = images.load(str(tmp_path / "icons")).train_inputs
+    expected = torch.full((4, 4), 255, dtype=torch.uint8)
+    expected[2, 1] = 0
+    seen = found[0, 0].clone()
+    assert mode == "P" or abs(int(seen[2, 2]) - 153) <= 1
+    seen[2, 2] = expected[2, 2] = 0  # a palette has no half transparent black
+    assert torch.equal(seen, expected)
+    opaque = torch.randint(256, (4, 4, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8).numpy()
+    whole = Image.fromarray(opaque).convert("RGBA")
+    assert np.array_equal(np.asarray(image_folders._on_white(whole)), opaque)
+
+
+def test_a_class_may_be_called_train(folder, tmp_path):
+    for label in ("bus", "train"):
+        shutil.copytree(folder / "train" / "ant", tmp_path / "vehicles" / label)
+    assert images.load(str(tmp_path / "vehicles")).train_targets.unique().tolist() == [0, 1]
+    shutil.rmtree(folder / "test")
+    with pytest.raises(UserError, match="test: expected folders of images"):
+        images.load(str(folder))
+
+
+def test_what_is_left_out_of_a_class_is_told(folder, caplog):
+    ant = folder / "train" / "ant"
+    for name in ("0.gif", "1.gif", "notes"):
+        (ant / name).write_bytes(b"")
+    (ant / "more").mkdir()
+    Image.fromarray(np.zeros((4, 6), dtype=np.uint8)).save(ant / "9.pgm")
+    assert len(images.load(str(folder)).train_inputs) == 13
+    (told,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
+    assert told == f"{ant}: left out, beside 5 images: 2 .gif, 1 folders, 1 notes"
+
+
 def test_grey_values_without_a_range_are_refused(folder):
     Image.fromarray(np.linspace(0, 1, 24, dtype=np.float32).reshape(4, 6)).save(folder / "train" / "ant" / "f.tiff")
     with pytest.raises(UserError, match=r"f\.tiff: .*mode F, whose range is not known"):
@@ -428,7 +485,7 @@ def test_a_class_folder_without_images_is_told(folder, caplog):
     assert images.load(str(folder)).train_targets.unique().tolist() == [0, 1, 2]
     (told,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
     assert told.startswith(f"{folder / 'train'}: no classes, as no image lies in them directly")
-    assert told.endswith("(of those that end in .bmp, .jpeg, .jpg, .png, .ppm, .tif, .tiff, .webp): ape, bat")
+    assert told.endswith("(of those that end in .bmp, .jpeg, .jpg, .pgm, .png, .ppm, .tif, .tiff, .webp): ape, bat")
 
 
 def test_a_cache_that_cannot_be_written_costs_nothing_but_time(folder, monkeypatch):

@@ -129,6 +129,14 @@ def test_a_few_steps_bring_classes_together():
 
 
 @each_form
+def test_a_last_window_is_evaluated_beside_the_others(form):
+    """By itself it makes no pair, and would count as a loss of 0."""
+    whole, parts = form(evaluation_size=12, evaluation_windows=9), form(evaluation_size=4, evaluation_windows=9)
+    assert [count for _, count in parts.evaluation_batches("test", 0)] == [4, 5]
+    assert [count for _, count in whole.evaluation_batches("test", 0)] == [9]
+
+
+@each_form
 def test_retrieval_of_a_whole_split(form, caplog):
     """That of all windows, or of the evaluation's for the coupled form, whatever batches it goes through."""
     caplog.set_level(logging.INFO, "l2lopt")
