@@ -63,7 +63,7 @@ def check_options(group: Mapping[str, Any]) -> None:
         raise UserError("LearnedOptimizer: state_dtype", expected="a known name", found=found, remedy=remedy)
     for name, remedy in _COUNTS.items():
         for value in group[name] if isinstance(group[name], list | tuple) and name != "steps" else [group[name]]:
-            whole = isinstance(value, Integral) and type(value) is not bool and int(value) >= 1
+            whole = not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= 1
             if value is not None and not (whole and int(value) < 2**63):
                 expected = f"a whole number above 0{' of at most 64 bits' if whole else ''}, or None"
                 raise UserError(f"LearnedOptimizer: {name}", expected=expected, found=repr(value), remedy=remedy)
