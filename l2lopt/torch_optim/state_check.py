@@ -71,7 +71,10 @@ def check_shapes(
         arrays = list(arrays_of(initial))
         for name, param in zip(names_of(group), group["params"], strict=True):
             saved = state.get(param, {})
-            found = {a.name: tuple(saved[prefix + a.name].shape) for a in arrays if prefix + a.name in saved}
+            there = {a.name: saved[prefix + a.name] for a in arrays if prefix + a.name in saved}
+            found: dict[str, Any] = {
+                name: tuple(v.shape) if isinstance(v, Tensor) else type(v).__name__ for name, v in there.items()
+            }
             if found and found != {array.name: array.part_shape(param.shape) for array in arrays}:
                 expected = f"{', '.join(array.name for array in arrays)} [..., *{list(param.shape)}]"
                 remedy = "give it the state of this model"

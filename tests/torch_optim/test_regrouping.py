@@ -190,3 +190,14 @@ def test_parameters_without_memory_are_refused():
     param.grad = torch.ones(3, 2, device="meta")
     with pytest.raises(UserError, match="expected a parameter with numbers, found one on meta"):
         LearnedOptimizer([param], steps=3).step()
+
+
+def test_a_state_of_lists_is_refused():
+    net = model()
+    optimizer = LearnedOptimizer(net.parameters(), {"name": "momentum", "lr": 0.1})
+    step(net, optimizer)
+    saved = optimizer.state_dict()
+    (array,) = (name for name, value in saved["state"][0].items() if getattr(value, "ndim", 0) == 2)
+    saved["state"][0][array] = saved["state"][0][array].tolist()
+    with pytest.raises(UserError, match=f"found {{'{array}': 'list'}}; give it the state of this model"):
+        optimizer.load_state_dict(saved)
