@@ -66,10 +66,10 @@ class FileCache:
         Runs that were interrupted go on from their checkpoint, which lies beside the files of the others.
         """
         text = self._text(work)
-        unfinished = CheckpointFile(self._path(text).with_suffix(".safetensors"), {"work": text, **self.beside})
         try:
             return self.read(work)
         except MissingRunError:
+            unfinished = CheckpointFile(self._path(text).with_suffix(".safetensors"), {"work": text, **self.beside})
             curves = make(unfinished)
         rows = {split: losses.tolist() for split, losses in curves.losses.items()}
         facts = {"steps": curves.steps, "losses": rows, "first": curves.first.tolist(), "seconds": curves.seconds}
