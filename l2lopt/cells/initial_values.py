@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from l2lopt.cells.cell import Cell
+from l2lopt.cells.stacked import Stacked
 
 RAW = {"alpha": 2.0, "beta": 1.0, "kappa": -4.0}
 """Before the sigmoid: α = 0.881, β = 0.731, κ = 0.018."""
@@ -21,8 +22,10 @@ def init_as_published(cell: Cell) -> Cell:
         for name, parameter in parameters:
             if name in RAW:
                 parameter.fill_(RAW[name])
-        if any(name == "beta" for name, _ in parameters):  # a FastGRNN, or its core: no other cell has a β
-            for parameter in cell.parameters():
+        for part in cell.cells() if isinstance(cell, Stacked) else [cell]:
+            if not any(name.rpartition(".")[-1] == "beta" for name, _ in part.named_parameters()):
+                continue  # no other cell than a FastGRNN, or what has it as its core, has a β
+            for parameter in part.parameters():
                 if parameter.dim() == 2:
                     nn.init.normal_(parameter, std=0.1)
     return cell

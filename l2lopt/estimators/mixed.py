@@ -138,7 +138,7 @@ def weighted_mean(exact: Tensor, evolution: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         exact: Gradients of a tensor, [P, ...] with P at least 2; unless all are finite their weight is 0.
-        evolution: Estimates of the same gradient, [P, ...].
+        evolution: Estimates of the same gradient, [P, ...]; unless all are finite their weight is 0, if the others are.
 
     Returns:
         The mean [...], and the weight of `exact` in it. It is 1 where neither varies.
@@ -147,11 +147,13 @@ def weighted_mean(exact: Tensor, evolution: Tensor) -> tuple[Tensor, Tensor]:
     of_exact, of_evolution = (sample.var(0).sum() for sample in (exact, evolution))
     # As a ratio: it may be infinite, where a product with 1/V would be NaN.
     weight = torch.where(of_exact == 0, 1.0, 1 / (1 + of_exact / of_evolution))
-    usable = exact.isfinite().all() & of_exact.isfinite()
-    weight = torch.where(usable, weight, 0.0)
-    # Not 0 times what is not finite, which is NaN.
-    mean = torch.where(usable, exact.mean(0), 0.0)
-    return weight * mean + (1 - weight) * evolution.mean(0), weight
+    usable, other = (
+        sample.isfinite().all() & of.isfinite() for sample, of in ((exact, of_exact), (evolution, of_evolution))
+    )
+    weight = torch.where(usable, torch.where(other, weight, 1.0), 0.0)
+    # Not 0 times what is not finite, which is NaN; where neither is finite, the mean is not.
+    mean, others = torch.where(usable, exact.mean(0), 0.0), torch.where(usable & ~other, 0.0, evolution.mean(0))
+    return weight * mean + (1 - weight) * others, weight
 
 
 def _check(evolution: EvolutionStrategies) -> None:

@@ -112,7 +112,9 @@ def matched(objects: Sequence[Optimisee], choices: Sequence[Choice], device: tor
     wanted = [choice for choice in choices if is_object(choice)]
     if len(wanted) != len(objects):
         expected = f"{len(wanted) or 'none'} made in Python, as the config says"
-        remedy = "pass them from Python: themselves to l2lopt.meta_train and train, optimisee=… to evaluate"
+        remedy = (
+            "pass them from Python: themselves to l2lopt.meta_train and train, optimisee=… to evaluate and load_trained"
+        )
         remedy = remedy if wanted else "leave optimisee out, or change the config"
         raise UserError("optimisee", expected=expected, found=str(len(objects) or "none"), remedy=remedy)
     for optimisee, choice in zip(objects, wanted, strict=True):

@@ -85,7 +85,9 @@ def check(where: str, table: Any, path: str = "", depth: int = 0) -> None:
         raise UserError(where_, expected="a finite number", found=str(table), remedy="change the value")
     if isinstance(table, int) and not -(2**63) <= table < 2**63:
         found = f"one of {table.bit_length()} bits"
-        raise UserError(where_, expected="a whole number of at most 64 bits", found=found, remedy="change the value")
+        raise UserError(
+            where_, expected="a whole number from -2^63 to 2^63 - 1", found=found, remedy="change the value"
+        )
     if isinstance(table, str) and any("\ud800" <= c <= "\udfff" for c in table):
         raise UserError(where_, expected="a text in UTF-8", found=ascii(table), remedy="change the value")
     # NumPy's, which is not imported for it; its float64 and its text are Python's as well.

@@ -273,9 +273,12 @@ def _warn(result: MetaTrained, settings: MetaTrainSettings) -> None:
     if result.skipped > (made := settings.updates * settings.batch) * FEW:
         _log.warning("%d of %d unrolls were not finite and were left out", result.skipped, made)
     worse = {name: score - result.before[name] for name, score in result.best.items()}
-    # Beyond e^709 there is no float64.
+    # Beyond e^709 there is no float64. Losses of 0 and below have no ratio.
     times = {name: math.exp(much) if much < 709 else math.inf for name, much in worse.items() if much > math.log(WORSE)}
-    said = ", ".join(f"{name} ({much:.3g} times)" for name, much in times.items())
+    lowest = {name: min(result.before[name], result.best[name]) for name in times}
+    said = ", ".join(
+        f"{name} ({much:.3g} times)" if lowest[name] > math.log(1e-12) else name for name, much in times.items()
+    )
     if said:
         _log.warning("validation losses above those before meta-training: %s", said)
 

@@ -95,16 +95,22 @@ def train(
     with restoring(checkpoint):
         if saved := checkpoint.load():
             loop.load_state_dict(unpack(saved[0]["place"], saved[1]))
+
+    def save() -> None:
+        packed, tensors = pack(loop.state_dict())
+        checkpoint.save({"step": loop.steps_made, "place": packed}, tensors)
+
     if not saved:
         loop.evaluate()
+        if loop.ended:  # it diverged before its first step
+            save()
     while not loop.ended:
         figures = loop.step()
         report("train", loop.steps_made, loop.steps, figures)
         if loop.evaluation_due:
             loop.evaluate()
         if loop.checkpoint_due:
-            packed, tensors = pack(loop.state_dict())
-            checkpoint.save({"step": loop.steps_made, "place": packed}, tensors)
+            save()
     return loop.result(report)
 
 

@@ -66,10 +66,11 @@ class Windows(NamedTuple):
         return found.hexdigest()
 
     def standardised(self, by: "Windows") -> "Windows":
-        """Every channel less the mean of `by`'s, over the standard deviation of `by`'s."""
+        """Every channel less the mean of `by`'s, over the standard deviation of `by`'s, or over 1 where that is 0."""
         deviation, mean = torch.std_mean(by.signals.double(), (0, 2), keepdim=True, correction=0)
-        signals = (self.signals.double() - mean) / deviation.clamp(min=torch.finfo(torch.float32).tiny)
-        return self._replace(signals=signals.float())
+        # Rounding leaves a constant channel a deviation just above 0.
+        varies = deviation > 1e-6 * mean.abs()
+        return self._replace(signals=((self.signals.double() - mean) / torch.where(varies, deviation, 1.0)).float())
 
 
 class Recording(NamedTuple):

@@ -101,6 +101,9 @@ class SequenceMetric(Optimisee):
             found = f"{evaluation_size} and {evaluation_windows}"
             expected, remedy = "evaluation_size and evaluation_windows from 2 on, for pairs", "raise them"
             raise UserError(where, expected=expected, found=found, remedy=remedy)
+        if per_class < 2:
+            expected = "from 2 on, for pairs of a class"
+            raise UserError(f"{where}: per_class", expected=expected, found=str(per_class), remedy="raise it")
         self.structural: StructuralLoss = registry.make(
             {"structural": StructuralLoss}, "loss", "structural", **loss or {}
         )

@@ -10,6 +10,7 @@ from implementations import CELLS, GATE_BIASED, SQUARE, normal, seeded
 
 from l2lopt import cells, optimisers
 from l2lopt.cells.coupled_gru import coupling
+from l2lopt.cells.stacked import Stacked
 from l2lopt.core.errors import UserError
 
 each_cell = pytest.mark.parametrize("cell", [pytest.param(seeded(make()), id=name) for name, make in CELLS.items()])
@@ -189,6 +190,16 @@ def test_initial_values_lie_in_pytorchs_range(name):
         assert parameter.numel() < 500 or parameter.abs().max() > 0.19, key
     values = torch.cat([parameter.detach().flatten() for parameter in cell.parameters()])
     assert abs(values.mean()) < 0.02
+
+
+def test_the_published_matrices_are_those_of_a_fastgrnn_alone():
+    lstm = cells.make("lstm", 3, 100)
+    before = {key: value.detach().clone() for key, value in lstm.named_parameters()}
+    fast = cells.make("fastgrnn", 100, 40)
+    cells.init_as_published(Stacked([lstm, fast]))
+    for key, value in lstm.named_parameters():
+        laws.assert_same(value.detach(), before[key])
+    assert float(fast.weight_x.detach().std()) == pytest.approx(0.1, rel=0.1)
 
 
 @pytest.mark.parametrize("name", cells.CELLS)

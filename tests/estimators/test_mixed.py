@@ -185,6 +185,10 @@ def test_weights_of_samples_that_do_not_vary_or_overflow():
     mean, weight = weighted_mean(1e200 * varying, varying)
     assert weight == 0
     laws.assert_same(mean, varying.mean(0))
+    for sample in (steady, varying):  # the estimate that is not finite counts for nothing
+        mean, weight = weighted_mean(sample, varying.index_fill(0, torch.tensor([1]), torch.inf))
+        assert weight == 1
+        laws.assert_same(mean, sample.mean(0))
 
 
 def test_members_that_sample_coordinates_draw_anew():

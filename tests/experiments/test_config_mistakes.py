@@ -47,9 +47,9 @@ LARGE = 10**9
         ("optimisee.dtype='/'", "dtype: expected 'float32' or 'float64', found '/'"),
         (
             "meta.updates=1" + 400 * "0",
-            r"meta\.updates: expected a whole number of at most 64 bits, found one of 1329 bits",
+            r"meta\.updates: expected a whole number from -2\^63 to 2\^63 - 1, found one of 1329 bits",
         ),
-        ("seed=-9223372036854775809", r"seed: expected a whole number of at most 64 bits, found one of 64 bits"),
+        ("seed=-9223372036854775809", r"seed: expected a whole number from -2\^63 to 2\^63 - 1, found one of 64 bits"),
         ("unroll.scaling=inf", r"unroll\.scaling: expected a finite number, found inf"),
         (
             "optimiser={name='coordinatewise', head_scale=nan}",

@@ -70,6 +70,15 @@ def test_subjects_are_left_out_and_say_nothing_about_the_scale(home):
     laws.assert_close(moved.signals[:, 4].double(), expected, 1e-6)
 
 
+@pytest.mark.parametrize("value", [0.0, 0.1, 1e-3, 9.81])
+def test_a_channel_that_is_constant_keeps_its_differences(value):
+    signals = torch.randn(4, 2, 50, generator=torch.Generator().manual_seed(0))
+    signals[:, 1] = value
+    train = har.Windows(signals, torch.zeros(4).long(), torch.ones(4).long(), ("WALKING",))
+    moved = train._replace(signals=signals + 0.25).standardised(train).signals[:, 1]
+    laws.assert_close(moved, torch.full_like(moved, 0.25), 1e-5)
+
+
 @pytest.mark.parametrize("left_out", [[], [3], [1, 2, 4, 7, 9]])
 def test_subjects_that_cannot_be_left_out(home, left_out):
     with pytest.raises(UserError, match="some, but not all, of 1, 2, 4, 7, 9"):

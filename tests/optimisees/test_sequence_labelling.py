@@ -215,6 +215,8 @@ def test_initial_values():
         ({"hidden_size": -1}, "hidden_size: expected above 0"),
         ({"dropout": 1.0}, r"dropout: expected a share in \[0, 1\)"),
         ({"cell": "deep-gr"}, "cell: expected a known name, found 'deep-gr'"),
+        ({"cell": "deepgru"}, "cell: expected a known name, found 'deepgru'; did you mean 'deep-gru'?"),
+        ({"cell": "coupled-gru"}, "cell: expected a known name, found 'coupled-gru'"),
         ({"data": "conl"}, "data: expected a known name, found 'conl'; did you mean 'conll'?"),
         ({"data": SIGNALS._replace(classes=("O",))}, "data: expected at least two classes, found O; give samples of"),
     ],

@@ -183,6 +183,7 @@ def test_the_coupling_of_an_evaluation():
     ("options", "message"),
     [
         ({"per_class": 5}, "inner: expected at least 5 windows of a, found 4; lower per_class"),
+        ({"per_class": 1}, "sequence-metric: per_class: expected from 2 on, for pairs of a class, found 1; raise it"),
         ({"test_subjects": [1, 2, 4, 7, 9]}, "subjects left out: expected some, but not all"),
         ({"heldout_subjects": [2]}, "subjects left out: expected some, but not all, of 1, 4, 7, found 2"),
         ({"loss": {"margins": 1.0}}, "loss 'structural': margins: expected a known key"),

@@ -132,6 +132,13 @@ def test_a_problem_that_becomes_worse_is_named(quadratic, caplog):
     assert "validation losses above those before meta-training: lost (1.11 times)" in caplog.text
 
 
+def test_a_loss_below_0_that_becomes_worse_is_named_without_a_ratio(quadratic, caplog):
+    settings, unrolls = MetaTrainSettings(updates=1, validate_every=1), UnrollSettings(length=2)
+    scores = iter([{"below": math.log(1e-12) - 0.5, "found": 0.0}, {"below": -1.0, "found": -90.0}])
+    meta_train(LearnedRate(0.1), [quadratic], Backprop(), settings, unrolls, score=lambda _: next(scores))
+    assert caplog.text.splitlines()[-1].endswith("validation losses above those before meta-training: below")
+
+
 @pytest.mark.parametrize(
     ("scores", "said"),
     [

@@ -23,7 +23,7 @@ from l2lopt.optimisee import evaluate_split
 from l2lopt.optimisers.schedules import warm_up_cosine
 from l2lopt.report import figures as plotting
 from l2lopt.storage import tensor_file
-from l2lopt.storage.checkpoint import pack, unpack
+from l2lopt.storage.checkpoint import CheckpointFile, pack, unpack
 from l2lopt.torch_optim.learned_optimizer import LearnedOptimizer
 from l2lopt.training import train as training
 from l2lopt.training.train import TrainSettings
@@ -255,6 +255,22 @@ def test_a_watched_loss_that_is_not_finite_ends_the_run():
     result = training.train(task, partial(torch.optim.SGD, lr=1e38), TrainSettings(steps=9, evaluate_every=1))
     assert (result.diverged, result.steps) == (1, 1)
     assert not math.isfinite(result.metrics["loss"])
+
+
+def test_a_run_that_diverged_before_its_first_step_is_taken_up_as_it_ended(tmp_path):
+    class Lost(optimisees.Quadratic):
+        def evaluate(self, params, aux, batch):
+            return super().evaluate(params, aux, batch) * math.nan
+
+    place = CheckpointFile(tmp_path / "checkpoint.safetensors", {})
+    ends = [
+        training.train(
+            Lost(2), partial(torch.optim.SGD, lr=0.1), TrainSettings(steps=9, evaluate_every=1), checkpoint=place
+        )
+        for _ in range(2)
+    ]
+    assert [(end.diverged, end.steps) for end in ends] == [(0, 0), (0, 0)]
+    assert place.load()[0]["step"] == 0
 
 
 def test_early_stopping_survives_divergence():

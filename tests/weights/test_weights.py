@@ -330,3 +330,10 @@ def test_what_cannot_be_saved_is_refused(tmp_path, rule, name, facts, message):
     with pytest.raises(UserError, match=message):
         l2lopt.save(rule or l2lopt.load("lstm"), tmp_path / name, facts)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", optimisers.UNTUNED)
+def test_a_rule_without_weights_is_not_recommended_to_who_asks_for_weights(name):
+    with pytest.raises(UserError, match=f"{name}: .* it has no weights: give its name to LearnedOptimizer") as refusal:
+        files.load(name)
+    assert "one of" not in str(refusal.value)
