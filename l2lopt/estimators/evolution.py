@@ -44,7 +44,7 @@ class EvolutionStrategies(MetaGradientEstimator):
     run's carry, ξ = ε, and what earlier windows did to the carry is ignored, a bias like truncation's. Persistent: each
     member of a pair carries its own run on from call to call and ξ_p is the sum of its ε so far, so that the gradients
     of a run's windows add up to that of the whole run, with no bias but the smoothing's, O(σ²). Nothing is
-    differentiated twice: where `taped` of second order drops nothing, so does this.
+    differentiated twice: where `Backprop` of second order drops nothing, so does this.
 
     All 2P + 1 runs, the last one with φ itself, are the rows of a single vectorised run with a φ for each
     (`core.phi_rows`); they share the batches, which are not copied. Cost: that run forward, no tape; persistent: 2P

@@ -38,8 +38,8 @@ class Trained(NamedTuple):
         step: The step after which the parameters had these values.
         steps: The number of steps made.
         diverged: The first step at which the loss was not finite, or None.
-        metrics: The test-mode loss on the whole of the split `test`, the optimisee's metrics there, its readings, and
-            what it measures of the split as a whole.
+        metrics: The test-mode loss on the split `test`, or on the part that an evaluation takes, the optimisee's
+            metrics there, its readings, and what it measures of the split as a whole.
         watched: The same figures on the watched split; those of the last evaluation where training diverged after it.
         speed: Samples per second, or what else the optimisee counts, in the steps of this call; 0 if it counts nothing.
     """
