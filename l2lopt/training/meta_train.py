@@ -27,6 +27,8 @@ from l2lopt.training.settings import MetaTrainSettings, UnrollSettings
 _log = logging.getLogger("l2lopt")
 WORSE = 1.05
 """Validation loss over that before meta-training, from which on a problem is named in a warning."""
+_LOWEST = math.log(1e-12)
+"""Where `evaluation.scores.log_losses` has no logarithm any more."""
 FEW = 0.05
 """Share of the unrolls that may be left out without a warning."""
 
@@ -276,9 +278,7 @@ def _warn(result: MetaTrained, settings: MetaTrainSettings) -> None:
     # Beyond e^709 there is no float64. Losses of 0 and below have no ratio.
     times = {name: math.exp(much) if much < 709 else math.inf for name, much in worse.items() if much > math.log(WORSE)}
     lowest = {name: min(result.before[name], result.best[name]) for name in times}
-    said = ", ".join(
-        f"{name} ({much:.3g} times)" if lowest[name] > math.log(1e-12) else name for name, much in times.items()
-    )
+    said = ", ".join(f"{name} ({much:.3g} times)" if lowest[name] > _LOWEST else name for name, much in times.items())
     if said:
         _log.warning("validation losses above those before meta-training: %s", said)
 

@@ -184,8 +184,8 @@ class TrainSettings(Settings):
     """The number of passes over the training samples, which then replaces `steps` and `evaluate_every`: there is an
     evaluation and a checkpoint after each pass; none: there are `steps` steps."""
     evaluate_every: PositiveInt = 100
-    """The number of steps between two test-mode evaluations on the watched split; there is one before
-    the first step and one after the last, too."""
+    """The number of steps between two test-mode evaluations on the watched split; there is one before the first step
+    and one after the last, too."""
     checkpoint_every: PositiveInt = 100
     """The number of steps between two checkpoints."""
     clip: PositiveFloat | None = None

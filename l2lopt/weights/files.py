@@ -63,14 +63,12 @@ def find(weights: str | Path) -> Path:
         return HOME / f"{weights}.safetensors"
     if os.path.isfile(own := Path(os.path.expanduser(weights), "optimiser.safetensors")):
         return own
-    known, asked = list_weights(), str(weights).lower().replace("_", "-")
-    near = ["normalised-muon"] if asked == "harness" else get_close_matches(asked, [*known, *optimisers.UNTUNED], n=1)
+    known, asked = [*list_weights(), *optimisers.UNTUNED], str(weights).lower().replace("_", "-")
+    near = ["normalised-muon"] if asked == "harness" else get_close_matches(asked, known, n=1)
+    near = [name for name in near if name != str(weights)]
+    remedy = f"did you mean {near[0]!r}?" if near else f"give a file of l2lopt meta-train, or one of {', '.join(known)}"
     if weights in optimisers.UNTUNED:
         remedy = "it has no weights: give its name to LearnedOptimizer or l2lopt.optimisers.make"
-    else:
-        remedy = (
-            f"did you mean {near[0]!r}?" if near else f"give a file of l2lopt meta-train, or one of {', '.join(known)}"
-        )
     return existing(Path(os.path.expanduser(weights)), "a learned optimiser", remedy)
 
 

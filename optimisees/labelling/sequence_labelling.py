@@ -211,11 +211,12 @@ class SequenceLabelling(Optimisee):
         inputs = real.shape[-1] if self.data.tokens is None else self.embedding_size
         sizes, both = (inputs, self.hidden_size, self.layers), self.bidirectional
         name = self.cell if isinstance(self.cell, str) else self.cell.get("name")
-        if isinstance(name, str) and (name in cells.CELLS or ":" in name):
-            stack: Stack = sequence.make(self.cell, *sizes, bidirectional=both)
-        else:  # a pair cell would take the batch for its two sides
-            known = {DEEP_GRU: _deep_gru, **cells.CELLS}
-            stack = registry.build(known, "cell", self.cell)(*sizes, bidirectional=both)
+        if name == DEEP_GRU:
+            stack: Stack = registry.build({DEEP_GRU: _deep_gru}, "cell", self.cell)(*sizes, bidirectional=both)
+        else:
+            if isinstance(name, str):  # a pair cell would take the batch for its two sides
+                registry.find({DEEP_GRU: _deep_gru, **cells.CELLS}, "cell", name)
+            stack = sequence.make(self.cell, *sizes, bidirectional=both)
         return stack.to(self.dtype).eval()
 
     def _logits(self, params: Params, batch: Batch) -> Tensor:
