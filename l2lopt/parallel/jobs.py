@@ -10,12 +10,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from importlib.metadata import version
 from multiprocessing import active_children, get_context, parent_process
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol, TypeVar
@@ -91,9 +92,9 @@ def run_jobs(run: Callable[[J, Report], object], jobs: Sequence[J], processes: i
                 if not done and any(worker.exitcode is not None for worker in workers):
                     raise BrokenProcessPool  # the pool may miss a killed process and wait for ever
         except BaseException as error:
-            ended = [worker.exitcode for worker in workers if (worker.exitcode or 0) > 0]  # below 0: by a signal
             for worker in workers:
                 worker.kill()  # safe at any moment: files are written under another name and renamed
+            ended = [code for code in _exit_codes(workers) if code > 0]  # below 0: by a signal
             pool.shutdown(wait=False, cancel_futures=True)
             if isinstance(error, BrokenProcessPool) and ended:
                 expected, found = "processes that begin", f"one that ended with code {ended[0]}"
@@ -103,6 +104,18 @@ def run_jobs(run: Callable[[J, Report], object], jobs: Sequence[J], processes: i
                 expected, found = "every process to live", "one that was killed, for want of memory perhaps"
                 raise UserError("jobs", expected=expected, found=found, remedy="lower --jobs, and go on") from None
             raise
+
+
+def _exit_codes(workers: Iterable[BaseProcess], patience: float = 10.0) -> list[int]:
+    """Exit codes of processes that end now. Those that are not known after `patience` seconds are left out.
+
+    A process that has broken its pool may still be ending, and while the pool's own thread waits for it as well,
+    `exitcode` is None here for a moment after its end.
+    """
+    until = time.monotonic() + patience
+    while any(worker.exitcode is None for worker in workers) and time.monotonic() < until:
+        time.sleep(0.01)
+    return [worker.exitcode for worker in workers if worker.exitcode is not None]
 
 
 @contextmanager

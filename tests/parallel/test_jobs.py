@@ -105,6 +105,25 @@ def test_a_script_without_a_main_guard_is_told_of_it(tmp_path):
     assert "jobs: expected processes that begin, found one that ended with code 1; put the script's work under" in last
 
 
+class EndingProcess:
+    """A process whose exit code is known when it has been asked for some times, as beside a thread that waits too."""
+
+    def __init__(self, code, asked):
+        self.code, self.asked = code, asked
+
+    @property
+    def exitcode(self):
+        self.asked -= 1
+        return self.code if self.asked < 0 else None
+
+
+def test_exit_codes_are_waited_for():
+    """A script without a main guard was told of memory where its processes were still ending."""
+    ending = [EndingProcess(1, 3), EndingProcess(-15, 0)]
+    assert jobs._exit_codes(ending) == [1, -15]
+    assert jobs._exit_codes([EndingProcess(1, 99), EndingProcess(2, 0)], patience=0.05) == [2]
+
+
 def endless(path, report):
     """A piece without an end, which can be seen to go on."""
     for step in range(10**6):
