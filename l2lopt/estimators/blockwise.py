@@ -207,15 +207,14 @@ class Blockwise(MetaGradientEstimator):
         work = (numbers * forward + drawn * back / several) / max(theta.numel(), 1) / threads
         state = sum(value.numel() * value.element_size() for value in carry.state.coordinates.values())
         blank = way.threaded and all(_blank(value) for value in carry.state.coordinates.values())
-        if way.at_once is None:
-            kept = 4 * state * few * window * threads // max(numbers, 1)  # a replay keeps about four states a step
-        else:
-            kept = 3 * few * window * carry.params.element_size()  # gradients, sources, updates
+        # A replay keeps about four states a step; one by a kernel the gradients, the sources and the updates.
+        each = 4 * state * threads / max(numbers, 1) if way.at_once is None else 3 * carry.params.element_size()
         plan = Plan(
             window=window,
             vector=drawn * dtype.itemsize,
             per_step=1 + bool(others) + way.keeps_updates + len(alone.meeting.wholes),
-            state=(1 if blank else 2) * state + max(kept, sum(held)) + 6 * numbers * carry.params.element_size(),
+            fixed=(1 if blank else 2) * state + 6 * numbers * carry.params.element_size(),
+            kept=lambda steps: max(int(each * steps * min(size, self._block(steps, way))), sum(held)),
             available=available_memory(carry.params.device),
             spilt=self.rows.folder is not None,
             seconds=length * ((1 + others) * gradient + work),

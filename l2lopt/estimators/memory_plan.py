@@ -1,9 +1,10 @@
 """What a blockwise meta-gradient will take, known before it is begun."""
 
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -23,8 +24,8 @@ class Plan:
         window: K, the steps whose gradients are kept at once.
         vector: Bytes of one vector of the record.
         per_step: Vectors of the record for each step; one more closes a window.
-        state: θ and the optimiser's state, with the copies that are made, and the larger of what the replay of a block
-            and what one gradient keeps.
+        fixed: θ and the optimiser's state, with the copies that are made.
+        kept: K → the larger of what the replay of a block and what one gradient keeps.
         available: Bytes that are free now.
         spilt: The vectors lie in files, and count for nothing.
         seconds: The whole call, estimated from one gradient, one step and one replay of a block; with the disk apart.
@@ -33,7 +34,8 @@ class Plan:
     window: int
     vector: int
     per_step: int
-    state: int
+    fixed: int
+    kept: Callable[[int], int]
     available: int
     spilt: bool
     seconds: float
@@ -49,14 +51,20 @@ class Plan:
         return self.vector * self.vectors
 
     @property
+    def state(self) -> int:
+        """What all but the record takes."""
+        return self.fixed + self.kept(self.window)
+
+    @property
     def memory(self) -> int:
         """What all takes."""
         return self.state + (0 if self.spilt else self.record)
 
     @property
     def longest(self) -> int:
-        """The longest window that fits."""
-        return max(0, ((self.available - self.state) // max(self.vector, 1) - 1) // self.per_step)
+        """The longest window up to this one that fits; 0 where none does."""
+        windows = range(1, self.window + 1)
+        return bisect_right(windows, self.available, key=lambda window: replace(self, window=window).memory)
 
     def check(self) -> None:
         """Refuses what does not fit.

@@ -56,7 +56,7 @@ def _check_meta_training(
         check_need(f"{key} = {count}", count * each, place)
 
     check("meta.batch", config.meta.batch, OBJECT + run // processes.ranks())
-    length = config.unroll.length if isinstance(config.unroll.length, int) else max(config.unroll.length)
+    length = config.unroll.longest
     steps = min(config.unroll.truncation or length, length)
     for part in (estimator.exact, estimator.evolution) if isinstance(estimator, Mixed) else (estimator,):
         if isinstance(part, Backprop):

@@ -190,7 +190,7 @@ def checked(estimator: MetaGradientEstimator, settings: UnrollSettings) -> Evolu
     if not isinstance(estimator, EvolutionStrategies) or estimator.persistent:
         expected, remedy = 'the estimator "es", whose runs it makes', 'set unroll.estimator = "es"'
         raise UserError("meta.cma", expected=expected, found="another", remedy=remedy)
-    longest = settings.length if isinstance(settings.length, int) else settings.length[1]
+    longest = settings.longest
     if settings.truncation is not None and settings.truncation < longest:
         found = f"unroll.truncation = {settings.truncation} of up to {longest} steps"
         raise UserError("meta.cma", expected="whole runs", found=found, remedy=f"leave it out, or set it to {longest}")

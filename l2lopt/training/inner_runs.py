@@ -231,16 +231,18 @@ class InnerRuns:
         return InnerRun(seed, optimisee, length, layout, rescaled(loss, scale), carry, estimator_state)
 
     def _plan(self, run: InnerRun) -> None:
-        """Logs what the largest meta-gradient so far takes, before it is computed.
+        """Logs what the largest meta-gradient of the run's problem takes, before any is computed.
 
         Raises:
             UserError: If the estimator knows that its memory is not there.
         """
-        count = min(self.settings.truncation or run.length, run.length)
+        # Of the longest run, not of this one: a long run that comes late would be refused after hours.
+        longest = self.settings.longest
+        count = min(self.settings.truncation or longest, longest)
         if run.layout.size * count <= self._largest_planned:
             return
         self._largest_planned = run.layout.size * count
-        steps = inner_steps(run.optimisee, self.settings.targets, run.seed, 0, count, run.length)
+        steps = inner_steps(run.optimisee, self.settings.targets, run.seed, 0, count, longest)
         plan = self.estimator.plan(self.update, run.loss, self.optimiser.phi(), run.carry, steps, count)
         if plan is not None:
             _log.info("a meta-gradient of %d steps: %s", count, plan)

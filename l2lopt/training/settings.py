@@ -81,6 +81,11 @@ class UnrollSettings(Settings):
             raise ValueError("the smaller number first")
         return length
 
+    @property
+    def longest(self) -> int:
+        """The longest T that a run may draw."""
+        return self.length if isinstance(self.length, int) else self.length[1]
+
     def draw_length(self, source: "Generator", update: int) -> int:
         """T for a run that begins at meta-update `update`, counted from 1."""
         import torch

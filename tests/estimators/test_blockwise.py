@@ -193,6 +193,16 @@ def test_a_plan_that_does_not_fit_names_the_window_that_does(monkeypatch):
         Blockwise().plan(*task[:4], task.steps, 4)
 
 
+def test_a_plan_whose_replay_is_too_much_names_a_window_that_fits(monkeypatch):
+    """What the replay of a block keeps is less in a shorter window too."""
+    task = problem()
+    long, short = (Blockwise(window=window).plan(*task[:4], task.steps, 10**5) for window in (10**5, 100))
+    assert short.memory < long.state
+    monkeypatch.setattr("l2lopt.estimators.blockwise.available_memory", lambda _: short.memory)
+    with pytest.raises(UserError, match="truncation to at most 100,"):
+        Blockwise().plan(*task[:4], task.steps, 10**5)
+
+
 def test_the_plan_counts_what_a_gradient_keeps():
     """Of a product in a sigmoid: the weight, the input and the output, each once."""
     weight, x = torch.zeros(300, 200, requires_grad=True), torch.zeros(100, 300)
