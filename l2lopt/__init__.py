@@ -2,9 +2,10 @@
 
 `meta_train`, `evaluate`, `train`, `benchmark`, `controls`, `sample`, `sample_images`, `reproduce`, `plot` and `demo` do
 what the command line does, and the first five also work on your own model, loss and data, of which `make_optimisee`
-makes an optimisee; `load_trained` gives a model that `train` has left. `save` and `load` write and read learned
-optimisers, `list_weights` names those that come with the package, `push` and `pull` share them, and `LearnedOptimizer`
-puts one into any training loop; `parameter_groups` tells it what a module's parameters are.
+makes an optimisee; `load_trained` gives a model that `train` has left, and `progress` shows how far long work is.
+`save` and `load` write and read learned optimisers, `list_weights` names those that come with the package, `push` and
+`pull` share them, and `LearnedOptimizer` puts one into any training loop; `parameter_groups` tells it what a module's
+parameters are.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from l2lopt.experiments.samples import paint as paint  # the earlier name of sample_images
     from l2lopt.experiments.samples import sample, sample_images
     from l2lopt.experiments.trained_model import load_trained
+    from l2lopt.terminal import progress
     from l2lopt.torch_optim.learned_optimizer import LearnedOptimizer
     from l2lopt.torch_optim.parameter_groups import parameter_groups
     from l2lopt.weights.files import list_weights, load, save
@@ -42,6 +44,7 @@ _HOME = {
     "paint": "experiments.samples",
     "parameter_groups": "torch_optim.parameter_groups",
     "plot": "experiments.runs",
+    "progress": "terminal",
     "publish": "experiments.publish",
     "pull": "weights.hub",
     "push": "weights.hub",
@@ -85,6 +88,7 @@ __all__ = [
     "meta_train",
     "parameter_groups",
     "plot",
+    "progress",
     "publish",
     "pull",
     "push",

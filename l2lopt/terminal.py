@@ -33,7 +33,18 @@ _KEPT = f"\n\t{_SPACES}{_JOINERS}"
 
 @contextmanager
 def progress() -> "Iterator[Report]":
-    """A bar per stage with current figures and time left; off a terminal, a line per stage now and then."""
+    """Shows how far long work is: a bar for each stage, with its figures and the time left.
+
+    Off a terminal, as in a notebook or a file, a line for every tenth of a stage. What the library logs, such as the
+    backend that it chose, is shown as well, and an interruption (Ctrl-C) waits for the end of the step. Any function of
+    (stage, done, total, figures) can take the place of what this yields.
+
+    Example:
+        >>> import l2lopt
+        >>> with l2lopt.progress() as report:  # report=report in l2lopt.meta_train, evaluate, train, benchmark, …
+        ...     report("train", 5, 10, {"loss": 0.25})
+        train: 5/10  loss 0.25
+    """
     columns = (
         TextColumn("{task.description:<22}", markup=False),
         BarColumn(bar_width=24),
