@@ -16,6 +16,7 @@ from l2lopt.core.registry import Choice
 from l2lopt.core.seeding import seed_of
 from l2lopt.core.types import Report, silent
 from l2lopt.estimators import MetaGradientEstimator
+from l2lopt.estimators.higher import Higher
 from l2lopt.evaluation.free_runs import run_groups
 from l2lopt.evaluation.scores import log_losses
 from l2lopt.evaluation.torch_classes import TorchClass, is_torch_class, torch_class
@@ -26,7 +27,7 @@ from l2lopt.optimisee import Optimisee, Split, common_dtype
 from l2lopt.optimisers import Optimiser
 from l2lopt.torch_optim.learned_optimizer import LearnedOptimizer
 from l2lopt.torch_optim.registry import TORCH, OptimizerFactory
-from l2lopt.training import cma_es
+from l2lopt.training import cma_es, imitation
 from l2lopt.weights import files
 
 
@@ -115,6 +116,10 @@ def build(config: Config, given: Sequence[Optimisee] = (), *, meta_training: boo
     estimator = registry.checked_kind("estimator", config.unroll.estimator, made, MetaGradientEstimator)
     if config.meta.cma is not None:
         cma_es.checked(estimator, config.unroll)
+    if meta_training and config.meta.imitation is not None:
+        imitation.checked(optimiser, estimator)
+    if meta_training and isinstance(estimator, Higher):
+        _check_higher(config, trained_on)
     config.evaluation.checked_horizons()
     for baseline in config.evaluation.baselines:
         baseline.build(baseline.rates[0], config.evaluation.steps)
@@ -124,6 +129,18 @@ def build(config: Config, given: Sequence[Optimisee] = (), *, meta_training: boo
     if meta_training:
         _check_splits(config, trained_on, validated_on)
     return Experiment(config, problems[0], trained_on, validated_on, optimiser, estimator)
+
+
+def _check_higher(config: Config, trained_on: Sequence[Optimisee]) -> None:
+    """Refuses losses that the library `higher` can't patch, which would show after the first validation only."""
+    remedy = "set unroll.estimator = {name = 'backprop', order = 2}"
+    if config.unroll.scaling:
+        expected = "0 with the estimator 'higher', which patches modules"
+        raise UserError("unroll.scaling", expected=expected, found=f"{config.unroll.scaling:g}", remedy=remedy)
+    for choice, problem in zip(config.problems, trained_on, strict=True):
+        if problem.module_parts() is None:
+            expected = "an optimisee that gives its module's parts"
+            raise UserError("estimator 'higher'", expected=expected, found=repr(problem_name(choice)), remedy=remedy)
 
 
 def _check_splits(config: Config, trained_on: Sequence[Optimisee], validated_on: Sequence[Optimisee]) -> None:

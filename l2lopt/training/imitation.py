@@ -80,7 +80,7 @@ def imitate(
     Raises:
         UserError: For another rule, or an estimator that does not run many rules side by side.
     """
-    rule, estimator = _checked(optimiser, estimator)
+    rule, estimator = checked(optimiser, estimator)
     unrolls, lessons = unrolls.model_copy(update={"curriculum": 0}), list[Lesson]()  # lessons are whole runs
     for number, problem in enumerate(optimisees):
         own = seed_of("imitation", seed, number)
@@ -106,7 +106,12 @@ def constant(rule: Hierarchical, controls: dict[str, float]) -> Params:
     return phi
 
 
-def _checked(optimiser: Optimiser, estimator: MetaGradientEstimator) -> tuple[Hierarchical, EvolutionStrategies]:
+def checked(optimiser: Optimiser, estimator: MetaGradientEstimator) -> tuple[Hierarchical, EvolutionStrategies]:
+    """The rule and the estimator, if a warm start can be made with them.
+
+    Raises:
+        UserError: For another rule, or an estimator that does not run many rules side by side.
+    """
     if not isinstance(optimiser, Hierarchical) or not {*IMITATED} <= {*optimiser.controls}:
         expected, remedy = 'a hierarchical optimiser with the controls "step" and "decay"', "leave out meta.imitation"
         raise UserError("meta.imitation", expected=expected, found=type(optimiser).__name__, remedy=remedy)

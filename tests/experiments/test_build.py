@@ -6,6 +6,8 @@ from torch.nn import functional
 
 import l2lopt
 from l2lopt.core.errors import UserError
+from l2lopt.experiments import build
+from l2lopt.experiments import config as configs
 
 CHANGES = ["unroll.length=2", "meta.updates=1", "validation.seeds=1", "validation.horizons=[2]"]
 
@@ -32,3 +34,30 @@ def test_a_problem_without_samples_that_a_run_may_draw_is_refused_at_once(tmp_pa
         l2lopt.meta_train(problems, tmp_path / "run", changes=changes)
     assert not (tmp_path / "run").exists()
     l2lopt.meta_train(problems, tmp_path / "run", changes=CHANGES)
+
+
+@pytest.mark.parametrize(
+    ("problem", "changes", "expected"),
+    [
+        ("mlp", ["meta.imitation={runs=1}"], "meta.imitation: expected a hierarchical optimiser"),
+        (
+            "mlp",
+            ["optimiser=hierarchical", "unroll.estimator=backprop", "meta.imitation={runs=1}"],
+            "meta.imitation: expected evolution strategies, found Backprop",
+        ),
+        ("mlp", ["unroll.estimator=higher", "unroll.scaling=0.5"], r"unroll.scaling: expected 0 .*, found 0\.5"),
+        ("quadratic", ["unroll.estimator=higher"], "estimator 'higher': .* found 'quadratic'; set unroll.estimator"),
+    ],
+)
+def test_a_meta_training_that_cannot_be_made_is_refused_before_its_first_validation(
+    tmp_path, monkeypatch, problem, changes, expected
+):
+    monkeypatch.setattr("l2lopt.experiments.build.Experiment.score", None)
+    with pytest.raises(UserError, match=expected):
+        l2lopt.meta_train({"optimisee": problem}, tmp_path / "run", changes=[*CHANGES, *changes])
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_cannot_be_meta_trained_can_be_evaluated_still():
+    config = configs.load({"optimisee": "quadratic"}, ["unroll.estimator=higher", "unroll.scaling=0.5"])
+    assert build.build(config, meta_training=False).estimator
