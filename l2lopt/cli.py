@@ -40,11 +40,9 @@ def _use_data(folder: Path | None) -> Path | None:
 
 def _folders(runs: list[Path]) -> list[Path]:
     """Refuses what is no folder."""
-    for run in runs:
-        if not os.path.isdir(run):
-            found, remedy = "a file" if os.path.exists(run) else "nothing", "give one that an earlier command has left"
-            raise UserError(str(run), expected="a run's folder", found=found, remedy=remedy)
-    return runs
+    from l2lopt.storage.run_log import existing_folder
+
+    return [existing_folder(run) for run in runs]
 
 
 def _tell_version(asked: bool) -> None:

@@ -39,7 +39,7 @@ from l2lopt.report import figures
 from l2lopt.storage import tensor_file
 from l2lopt.storage.checkpoint import CheckpointFile, restoring
 from l2lopt.storage.run_lock import locked
-from l2lopt.storage.run_log import NoRecords, Records, write_json, write_text
+from l2lopt.storage.run_log import NoRecords, Records, existing_folder, write_json, write_text
 from l2lopt.training import meta_train as meta_training
 from l2lopt.training import train as training
 from l2lopt.training.train import Trained
@@ -322,7 +322,7 @@ def plot(*runs: str | Path) -> list[Path]:
         >>> [path.name for path in l2lopt.plot("runs/drawn")]
         ['training-curve.png', 'training-curve.svg']
     """
-    folders = [Path(run) for run in runs]
+    folders = [existing_folder(Path(run)) for run in runs]
     paths = []
     for folder in folders:
         config = training_config(folder)

@@ -197,6 +197,18 @@ def existing(path: Path, what: str, remedy: str) -> Path:
     return path
 
 
+def existing_folder(path: Path) -> Path:
+    """`path`, if it is a folder.
+
+    Raises:
+        UserError: If it is none.
+    """
+    if not os.path.isdir(path):
+        found, remedy = "a file" if os.path.exists(path) else "nothing", "give one that an earlier command has left"
+        raise UserError(str(path), expected="a run's folder", found=found, remedy=remedy)
+    return path
+
+
 def _standing(path: Path, after: int, pending: str | None) -> Iterator[str]:
     """The lines of a log up to step `after`, without those of the stage `pending` at that step."""
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():

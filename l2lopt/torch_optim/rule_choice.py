@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from l2lopt import optimisers
-from l2lopt.core.errors import UserError
+from l2lopt.core.errors import UserError, within
 from l2lopt.optimisers import Optimiser
 from l2lopt.torch_optim.options import USUAL_RATES, check_rate
 from l2lopt.weights import files
@@ -54,7 +54,7 @@ def fallback_of(fallback: Any) -> Optimiser:
     if isinstance(fallback, Optimiser):
         if fallback.phi():
             found, remedy = type(fallback).__name__, f"choose one of {', '.join(optimisers.HAND_DESIGNED)}"
-            raise UserError("fallback", expected="a hand-made optimiser", found=found, remedy=remedy)
+            raise UserError("LearnedOptimizer: fallback", expected="a hand-made optimiser", found=found, remedy=remedy)
         return fallback
     if not isinstance(fallback, Mapping | str):
         expected = "a name, a choice or a hand-made optimiser"
@@ -63,4 +63,5 @@ def fallback_of(fallback: Any) -> Optimiser:
     choice = dict(fallback) if isinstance(fallback, Mapping) else {"name": fallback}
     if isinstance(fallback, str) and fallback not in optimisers.UNTUNED:
         choice["lr"] = 1e-3
-    return optimisers.build(choice, optimisers.HAND_DESIGNED)
+    with within("LearnedOptimizer: fallback"):
+        return optimisers.build(choice, optimisers.HAND_DESIGNED)

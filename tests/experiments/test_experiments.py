@@ -177,6 +177,14 @@ def test_a_damaged_summary_is_refused(run, tmp_path, content):
         l2lopt.plot(folder)
 
 
+def test_what_is_no_run_is_not_drawn(tmp_path):
+    with pytest.raises(UserError, match=r"missing: expected a run's folder, found nothing; give one"):
+        l2lopt.plot(tmp_path / "missing")
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"file: expected a run's folder, found a file"):
+        l2lopt.plot(tmp_path / "file")
+
+
 def test_a_learned_optimiser_loads_and_steps(run):
     optimiser = l2lopt.load(run / "optimiser.safetensors")
     layout = Layout(("w",), ((5,),))

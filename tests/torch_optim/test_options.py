@@ -325,6 +325,7 @@ def test_the_nearest_name_is_suggested(weights, remedy):
             {"weights": {"name": "scheduled", "optimiser": {"name": "sgd", "lr": torch.ones(2)}}},
             "weights: expected a rule with one rate, found",
         ),
+        ({"fallback": "lstm"}, "fallback: optimiser: expected a known name, found 'lstm'; choose one"),
         ({"fallback": 3}, "fallback: expected a name, a choice or a hand-made optimiser, found 3"),
         (
             {"weights": "adam"},
