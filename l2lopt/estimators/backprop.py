@@ -22,8 +22,8 @@ class Backprop(MetaGradientEstimator):
     f(ℓ(θ_{t+1}; c_{t,j})) over the steps' targets c, f the identity or the logarithm.
 
     First order takes the inputs ∇ℓ and ℓ as constants (∂∇ℓ/∂φ = 0). The optimisee then never enters the tape: each
-    target adds the linear term ⟨q, θ_{t+1}⟩ with q = w f'(ℓ) ∂ℓ/∂θ. Second order drops nothing
-    but the path through the loss's own state, which is a constant of the step.
+    target adds the linear term ⟨q, θ_{t+1}⟩ with q = w f'(ℓ) ∂ℓ/∂θ. Second order drops nothing but
+    the path through the loss's own state, which is a constant of the step.
 
     Cost of first order: one gradient a step, one more for each target that is not the next step's own batch, and about
     0.75 KB of tape per coordinate and step of a window for an LSTM of 20.

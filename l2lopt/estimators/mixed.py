@@ -53,8 +53,8 @@ class Mixed(MetaGradientEstimator):
     times with 3 and 12 times with 2, whose variances are small by accident; so there are at least 4.
 
     Both estimate the same only if the exact one drops nothing: `{name = "backprop", order = 2}` or `higher`, with no
-    window shorter than the call, of a meta-loss without jumps, which no derivative sees. The default drops second
-    order, and where its variance is small so does the mixture.
+    window shorter than the call, of a loss without a state of its own and a meta-loss without jumps, which no
+    derivative sees. The default drops second order, and where its variance is small so does the mixture.
 
     Cost: evolution's rows, forward, and 2P meta-gradients one after the other (`exact_members = "plus"`: P).
 

@@ -179,6 +179,8 @@ def _forecast(location: StudyLocation, planned: Sequence[Job], jobs: int) -> Non
     parts = ", ".join(f"{name} {cost_forecast.format_duration(time)}" for name, time in costs.items() if time)
     shared = f", shared by {jobs * processes.ranks()} processes" if jobs * processes.ranks() > 1 else ""
     total = cost_forecast.format_duration(sum(costs.values()))
+    # A row of which the cache has some networks is counted whole: which it has is known when they are looked for.
+    shared += "" if location.cache is None else ", less what the cache has of them"
     logger = logging.getLogger("l2lopt")
     logger.info("%d of %d pieces to make, about %s in all%s: %s", len(missing), len(planned), total, shared, parts)
 

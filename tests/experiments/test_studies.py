@@ -411,6 +411,7 @@ def test_what_the_cache_has_is_not_in_the_forecast(tmp_path, caplog, monkeypatch
     comparison_study.reproduce(source, tmp_path / "second" / "run", cache=tmp_path / "cache")
     assert [run.baseline.name for run in timed] == ["adam"]
     assert "1 of 3 pieces to make" in caplog.text
+    assert "in all, less what the cache has of them: " in caplog.text
 
 
 def test_the_time_it_will_take_is_said_first(made, tmp_path, caplog):
