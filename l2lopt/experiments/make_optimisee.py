@@ -105,6 +105,8 @@ def make_optimisee(
         _check_reach(optimisee)
         where = "metrics, and the loss on test samples"
         _first_evaluation(optimisee)
+        where, remedy = "the largest labels and indices", "count from 0, and give the model's layers their sizes"
+        _check_range(optimisee)
     except UserError:
         raise
     except _MISTAKES as error:
@@ -147,6 +149,30 @@ def _first_evaluation(optimisee: ModuleOptimisee) -> None:
         if torch.as_tensor(value).numel() != 1:
             shape, remedy = f"shape {list(value.shape)}", "give its mean over samples"
             raise UserError(f"metric {name!r}", expected="one number", found=shape, remedy=remedy)
+
+
+def _check_range(optimisee: ModuleOptimisee) -> None:
+    """Measures the samples with the least and the greatest labels and indices, which a run might meet after hours."""
+    params, aux = optimisee.init(0)
+    data = optimisee.data
+    for samples in ((data.train_inputs, data.train_targets), (data.test_inputs, data.test_targets)):
+        extremes: set[int] = set()
+        for values in samples:
+            if _counts(values):
+                each = values.flatten(1) if values.dim() > 1 else values[:, None]
+                extremes |= {int(each.amin(1).argmin()), int(each.amax(1).argmax())}
+        if extremes:
+            # Beside some others, as a loss may be one of several samples.
+            size = min(optimisee.batch_size, optimisee.evaluation_size, len(samples[0]))
+            inputs, targets = (part[sorted(extremes | {*range(size)})] for part in samples)
+            with torch.no_grad():
+                optimisee.evaluate(params, aux, {"inputs": inputs, "targets": targets, "masks": {}})
+
+
+def _counts(values: Tensor) -> bool:
+    """Whether these are whole numbers, as labels and indices are, and there are some."""
+    other = values.is_floating_point() or values.is_complex() or values.dtype == torch.bool
+    return not other and values.numel() > 0
 
 
 def _check_loss(where: str, value: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 import random
 from collections import namedtuple
+from contextlib import nullcontext
 from functools import partial, wraps
 
 import laws
@@ -434,6 +435,36 @@ def test_losses_that_are_no_losses_are_refused(loss, message):
     with pytest.raises(UserError, match=message) as error:
         made(loss=loss)
     assert "\n" not in str(error.value)
+
+
+def reader(size):
+    return nn.Sequential(nn.Embedding(size, 5), nn.Flatten(), nn.Linear(20, 2))
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_a_label_or_an_index_that_no_batch_was_seen_to_have_is_refused(train):
+    """One sample among many: in the middle of a run PyTorch would end it."""
+    inputs, labels = torch.zeros(3000, 3), torch.zeros(3000, dtype=torch.long)
+    tokens = torch.zeros(3000, 4, dtype=torch.long)
+    for values in (labels, tokens):
+        values[2777] = 2
+
+    def made(inputs, targets, model):
+        few = inputs[:20], targets[:20]
+        given = ((inputs, targets), few) if train else (few, (inputs, targets))
+        return l2lopt.make_optimisee(model, nn.functional.cross_entropy, given[0], test=given[1], batch_size=8)
+
+    message = "the largest labels and indices: expected a batch that goes through, found .*; count from 0"
+    with pytest.raises(UserError, match=message):
+        made(inputs, labels, lambda: nn.Linear(3, 2))
+    assert made(inputs, labels, lambda: nn.Linear(3, 3))
+    labels[2777] = -100  # is ignored, as PyTorch has it
+    assert made(inputs, labels, lambda: nn.Linear(3, 2))
+    labels[2777] = 0
+    for size in (2, 3):
+        model = partial(reader, size)
+        with nullcontext() if size > 2 else pytest.raises(UserError, match=message):
+            made(tokens, labels, model)
 
 
 @pytest.mark.parametrize("share", [0, 1, 0.0, 1.0, 0.0001, -0.5, float("nan"), float("inf")])
