@@ -7,6 +7,9 @@ from torch import Tensor
 
 from l2lopt.core.errors import UserError
 
+NARROWEST = -40.0
+"""The least log σ²: below it a filter is one pixel alone, and in float32 its weights would soon be 0/0."""
+
 
 class Window(NamedTuple):
     """A grid of N×N Gaussian filters on an image of B rows and A columns; every tensor begins with the batch's axes.
@@ -48,7 +51,8 @@ def window(numbers: Tensor, size: int, height: int, width: int) -> Window:
 
     With A = width, B = height and pixels numbered from 0: g_X = (A − 1)/2 + (A + 1)/2 g̃_X, g_Y likewise with B,
     δ = (max(A, B) − 1)/(N − 1) δ̃, μ_i = g + (i − (N − 1)/2) δ for i = 0 … N − 1, F[i, a] ∝ exp(−(a − μ_i)² / 2σ²).
-    Five zeros are the grid over the whole of a square image. The paper numbers pixels from 1.
+    Five zeros are the grid over the whole of a square image; log σ² is `NARROWEST` at the least. The paper numbers
+    pixels from 1.
 
     Args:
         numbers: [..., 5].
@@ -64,7 +68,7 @@ def window(numbers: Tensor, size: int, height: int, width: int) -> Window:
     across, down, log_variance, log_stride, log_intensity = numbers.unbind(-1)
     x, y = (width - 1) / 2 + (width + 1) / 2 * across, (height - 1) / 2 + (height + 1) / 2 * down
     stride = (max(width, height) - 1) / (size - 1) * log_stride.exp()
-    variance = log_variance.exp()
+    variance = log_variance.clamp(min=NARROWEST).exp()
     offsets = (torch.arange(size, dtype=numbers.dtype, device=numbers.device) - (size - 1) / 2) * stride[..., None]
     rows, columns = (
         _filters(centre[..., None] + offsets, variance, pixels) for centre, pixels in ((y, height), (x, width))

@@ -119,6 +119,14 @@ def test_a_filter_far_outside_has_a_finite_gradient():
     assert five.grad.isfinite().all()
 
 
+def test_a_filter_of_no_width_is_the_nearest_pixel():
+    five = torch.tensor([0.02, 0.02, -120.0, 0.0, 0.0], requires_grad=True)
+    view = window(five, 8, 8, 8)
+    assert torch.equal(view.columns, torch.eye(8))
+    view.read(pictures(1, 8, 8)).sum().backward()
+    assert five.grad.isfinite().all()
+
+
 def test_rows_of_windows_are_separate_windows():
     five, images = 0.3 * normal(2, 4, 5), normal(2, 4, 3, 6, 6, seed=1)
     mapped = vmap(lambda five, images: window(five, 3, 6, 6).read(images))(five, images)
