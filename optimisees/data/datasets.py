@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,11 +46,25 @@ def class_count(name: str, samples: InMemory) -> int:
     return count
 
 
-def at_least_two_classes(where: str, classes: Sequence[str]) -> None:
-    """Refuses names of classes of which there are fewer than two, between which there is nothing to learn."""
+def check_classes(where: str, classes: Sequence[str], labels: Iterable[Tensor]) -> None:
+    """Refuses fewer than two classes, between which there is nothing to learn, and labels of no class.
+
+    Args:
+        where: Name of the argument, for the error.
+        classes: Names of the classes.
+        labels: Labels of each part of the data, from 0.
+
+    Raises:
+        UserError: For either mistake.
+    """
     if len(classes) < 2:
         found, remedy = ", ".join(classes) or "none", "give samples of another class as well"
         raise UserError(where, expected="at least two classes", found=found, remedy=remedy)
+    for part in labels:
+        least, greatest = (int(end) for end in part.aminmax()) if part.numel() else (0, 0)
+        if least < 0 or greatest >= len(classes):
+            expected, found = f"labels from 0 to {len(classes) - 1}", f"some from {least} to {greatest}"
+            raise UserError(where, expected=expected, found=found, remedy="number the classes from 0, and name each")
 
 
 def digest(samples: Sequence[Tensor]) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from l2lopt.core.errors import UserError
-from optimisees.data.datasets import damaged
+from optimisees.data.datasets import check_classes, damaged
 
 FOLDER = "UCI HAR Dataset"
 CHANNELS = tuple(f"{kind}_{axis}" for kind in ("body_acc", "body_gyro", "total_acc") for axis in "xyz")
@@ -57,6 +57,19 @@ class Windows(NamedTuple):
             raise UserError("subjects left out", expected=expected, found=found, remedy="change the list")
         out = torch.isin(self.subjects, torch.tensor(sorted(wanted)))
         return self.chosen(~out), self.chosen(out)
+
+    def check(self, where: str) -> None:
+        """Refuses windows that do not fit together; `where` is the name of the argument, for the error.
+
+        Raises:
+            UserError: For other shapes, fewer than two activities, and labels of none.
+        """
+        shape = list(self.signals.shape)
+        if self.signals.dim() != 3 or any(list(part.shape) != shape[:1] for part in (self.labels, self.subjects)):
+            expected = "signals [windows, channels, steps], and a label and a subject for each window"
+            found = f"shapes {shape}, {list(self.labels.shape)} and {list(self.subjects.shape)}"
+            raise UserError(where, expected=expected, found=found, remedy="change the shapes")
+        check_classes(where, self.activities, [self.labels])
 
     def digest(self) -> str:
         """A digest of all windows."""

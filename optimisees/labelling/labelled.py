@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -30,7 +31,18 @@ class Sequences(NamedTuple):
 
     @classmethod
     def of(cls, inputs: Sequence[Tensor], classes: Sequence[Tensor], places: Callable[[int, int], str]) -> "Sequences":
-        """Sequences [T_b] or [T_b, N] and their classes [T_b], padded with 0 to the longest."""
+        """Sequences [T_b] or [T_b, N] and their classes [T_b], padded with 0 to the longest.
+
+        Raises:
+            UserError: Without a sequence or for an empty one, and where there is not a class for every position.
+        """
+        found = [[len(one) for one in part] for part in (inputs, classes)]
+        if found[0] != found[1] or not all(found[0]) or not found[0]:
+            number = next((k for k, pair in enumerate(zip_longest(*found)) if pair[0] != pair[1] or not pair[0]), 0)
+            said = [f"{part[number]} positions" if number < len(part) else "no sequence" for part in found]
+            expected, remedy = "a class for every position, of which there is at least one", "give them equal lengths"
+            where = f"sequence {number}: inputs and classes"
+            raise UserError(where, expected=expected, found=" and ".join(said), remedy=remedy)
         lengths = torch.tensor([len(one) for one in classes])
         pad = torch.nn.utils.rnn.pad_sequence
         return cls(pad(list(inputs)), pad(list(classes)), lengths, places)

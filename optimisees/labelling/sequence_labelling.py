@@ -23,7 +23,7 @@ from l2lopt.optimisee import Optimisee, Split, StepInfo
 from l2lopt.sequence import Stack
 from l2lopt.sequence.masks import check_share, draw
 from optimisees.data.conll import files
-from optimisees.data.datasets import at_least_two_classes
+from optimisees.data.datasets import check_classes
 from optimisees.labelling.activities import activities
 from optimisees.labelling.artefacts import write_labels
 from optimisees.labelling.labelled import Labelled, Labelling, Sequences
@@ -94,7 +94,7 @@ class SequenceLabelling(Optimisee):
         above_0(where, batch_size=batch_size, **sizes)
         above_0(where, evaluation_sequences=1 if evaluation_sequences is None else evaluation_sequences)
         self.data = data if isinstance(data, Labelled) else registry.build(DATA, "data", data)
-        at_least_two_classes(f"{where}: data", self.data.classes)
+        check_classes(f"{where}: data", self.data.classes, (part.classes for part in self.data[1:4]))
         self.cell, self.layers, self.bidirectional = cell, layers, bidirectional
         self.hidden_size, self.embedding_size = hidden_size, embedding_size
         self.dropout, self.batch_size = check_share(f"{where}: dropout", dropout), batch_size

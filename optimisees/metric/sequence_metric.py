@@ -22,7 +22,7 @@ from l2lopt.core.seeding import generator, seed_of, seeded
 from l2lopt.core.types import Aux, Batch, Report, silent
 from l2lopt.optimisee import IndexedBatches, Optimisee, Split, StepInfo
 from optimisees.data import har
-from optimisees.data.datasets import at_least_two_classes, data_root
+from optimisees.data.datasets import data_root
 from optimisees.data.har import Windows
 from optimisees.metric.artefacts import FILES, write_embeddings
 from optimisees.metric.references import RawSignals
@@ -112,7 +112,7 @@ class SequenceMetric(Optimisee):
         self.per_class, self.evaluation_size, self.few = per_class, evaluation_size, evaluation_windows
         self.dtype, self.device = getattr(torch, dtype), torch.device(device)
         whole = data if isinstance(data, Windows) else har.load(data_root(data))
-        at_least_two_classes(f"{where}: data", whole.activities)
+        whole.check(f"{where}: data")
         self._digest = whole.digest()
         train, test = whole.split(test_subjects)
         inner, heldout = train.split(heldout_subjects) if heldout_subjects else (train, None)

@@ -12,6 +12,7 @@ from l2lopt.core.errors import UserError
 from l2lopt.core.seeding import seed_of
 from l2lopt.optimisee import evaluate_split
 from optimisees.labelling import sequence_labelling
+from optimisees.labelling.labelled import Sequences
 from optimisees.labelling.sequence_labelling import SequenceLabelling
 
 TOKENS, SIGNALS = (few_labelled(4), few_labelled())
@@ -218,12 +219,30 @@ def test_initial_values():
         ({"cell": "deepgru"}, "cell: expected a known name, found 'deepgru'; did you mean 'deep-gru'?"),
         ({"cell": "coupled-gru"}, "cell: expected a known name, found 'coupled-gru'"),
         ({"data": "conl"}, "data: expected a known name, found 'conl'; did you mean 'conll'?"),
+        (
+            {"data": SIGNALS._replace(test=SIGNALS.test._replace(classes=SIGNALS.test.classes - 1))},
+            "data: expected labels from 0 to .*, found some from -1 to ",
+        ),
         ({"data": SIGNALS._replace(classes=("O",))}, "data: expected at least two classes, found O; give samples of"),
     ],
 )
 def test_mistakes(options, message):
     with pytest.raises(UserError, match=message):
         MADE(**{"data": SIGNALS, **options})
+
+
+@pytest.mark.parametrize(
+    ("lengths", "classes", "message"),
+    [
+        ((3, 2), (3, 1), "sequence 1: .* a class for every position, .*, found 2 positions and 1 positions"),
+        ((3, 2), (3,), "sequence 1: .*, found 2 positions and no sequence"),
+        ((3, 0), (3, 0), "sequence 1: .*, found 0 positions and 0 positions"),
+        ((), (), "sequence 0: .*, found no sequence and no sequence"),
+    ],
+)
+def test_sequences_whose_classes_do_not_fit_are_refused(lengths, classes, message):
+    with pytest.raises(UserError, match=message):
+        Sequences.of([torch.zeros(n, 2) for n in lengths], [torch.zeros(n).long() for n in classes], str)
 
 
 def test_sequences_of_one_length_are_not_padded():

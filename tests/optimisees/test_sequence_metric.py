@@ -18,6 +18,7 @@ from optimisees.metric.retrieval import retrieval
 from implementations import SEQUENCE_METRICS  # isort: skip
 
 SIAMESE, COUPLED = SEQUENCE_METRICS.values()
+WINDOWS = some_windows()
 ONE_CLASS = some_windows().chosen(some_windows().labels == 0)._replace(activities=("a",))
 each_form = pytest.mark.parametrize("form", [SIAMESE, COUPLED], ids=["siamese", "coupled"])
 
@@ -195,6 +196,11 @@ def test_the_coupling_of_an_evaluation():
             "expected evaluation_size and evaluation_windows from 2 on, for pairs, found 5 and 1",
         ),
         ({"evaluation_size": 1}, "from 2 on, for pairs, found 1 and None; raise them"),
+        (
+            {"data": WINDOWS._replace(labels=WINDOWS.labels + 1)},
+            "data: expected labels from 0 to .*, found some from 1",
+        ),
+        ({"data": WINDOWS._replace(labels=WINDOWS.labels[1:])}, "data: expected signals .* a subject for each window"),
         ({"data": ONE_CLASS}, "sequence-metric: data: expected at least two classes, found a; give samples"),
     ],
 )
