@@ -1,5 +1,6 @@
 """The meta-gradient followed by Adam: unroll after unroll, their mean clipped to a norm."""
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -33,6 +34,9 @@ class Adam(MetaOptimiser):
 
     def __init__(self, optimiser: Optimiser, runs: InnerRuns, settings: MetaTrainSettings) -> None:
         self.optimiser, self.runs, self.settings = optimiser, runs, settings
+        if any(value.dtype == torch.bfloat16 for value in optimiser.phi().values()):
+            said = "φ is in bfloat16, as the problems' parameters are: steps below 1/256 of a number are rounded away"
+            logging.getLogger("l2lopt").warning("%s; meta-train on parameters in float32", said)
         # Without a decay it is Adam, to the bit.
         self.adam = torch.optim.AdamW(optimiser.parameters(), lr=settings.rate, weight_decay=settings.decay or 0.0)
 

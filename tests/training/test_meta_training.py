@@ -16,6 +16,7 @@ from l2lopt.core.errors import UserError
 from l2lopt.core.seeding import generator, seed_of
 from l2lopt.estimators import Backprop, Blockwise, MetaGradient, MetaGradientEstimator
 from l2lopt.evaluation.free_runs import run_free
+from l2lopt.experiments.make_optimisee import make_optimisee
 from l2lopt.optimisers import Optimiser
 from l2lopt.training.adam import Adam, agreement
 from l2lopt.training.clipping import clip_gradients
@@ -486,6 +487,16 @@ def test_what_a_meta_gradient_takes_and_leaves_out_is_logged_once(quadratic, cap
     lines = [record.getMessage() for record in caplog.records]
     assert sum("a meta-gradient of 3 steps: record" in line for line in lines) == 1
     assert sum("taken as constants" in line for line in lines) == noted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_numbers_that_adam_cannot_move_finely_are_told_of(dtype, caplog):
+    inputs = torch.ones(8, 2, dtype=dtype)
+    problem = make_optimisee(
+        lambda: torch.nn.Linear(2, 2).to(dtype), torch.nn.functional.cross_entropy, (inputs, torch.arange(8) % 2)
+    )
+    train(optimisers.make("coordinatewise", hidden_size=3).to(dtype), problem, updates=1)
+    assert ("φ is in bfloat16" in caplog.text) == (dtype == torch.bfloat16)
 
 
 class Planned(Backprop):
