@@ -2,6 +2,8 @@
 
 import logging
 import operator
+import os
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -212,8 +214,25 @@ def _compiled_graph(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable
         with tracing(TracingContext(fake)):
             # Inputs made fake here have the sizes that they have; those that inductor makes have symbols for them.
             static: list[Any] = [fake.from_tensor(value, static_shapes=True) for value in inputs]
-            _compiled[key] = _inductor.compile(graph, static)
+            _compiled[key] = _without_cut_files(lambda: _inductor.compile(graph, static))
     return _compiled[key]
+
+
+def _without_cut_files(compiled: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    """What inductor compiles, after the libraries that a kill has cut short are deleted.
+
+    It looks for a library by its name, and makes none anew that is there. Without this a resumed run would stay eager.
+    """
+    deleted = set[str]()
+    while True:
+        try:
+            return compiled()
+        except (ImportError, OSError) as error:  # "FOLDER/NAME.so: file too short"
+            found = re.match(r"(\S+\.so): ", str(error))
+            if found is None or found[1] in deleted or not os.path.isfile(found[1]):
+                raise
+            deleted.add(found[1])
+            os.unlink(found[1])
 
 
 def _contiguous(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -168,3 +168,33 @@ def test_what_depends_on_the_numbers_of_whole_ones_is_refused(as_recorded, funct
     with pytest.raises(NotCompiledError):
         CompiledFunction(made, torch.ones(3), torch.tensor([0, 1, 2]))
     assert as_recorded == []
+
+
+@pytest.mark.parametrize("error", [ImportError, OSError])
+def test_a_library_that_a_kill_has_cut_short_is_made_anew(tmp_path, error):
+    cut, whole = tmp_path / "cut.so", tmp_path / "whole.so"
+    cut.touch()
+    whole.touch()
+
+    def compiled(path):
+        if path.exists():
+            raise error(f"{path}: file too short")
+        return "made"
+
+    assert graph._without_cut_files(lambda: compiled(cut)) == "made"
+    assert whole.exists()
+
+
+def test_a_library_that_is_not_there_or_no_better_anew_is_told_of(tmp_path):
+    path, tries = tmp_path / "whole.so", []
+
+    def compiled(said):
+        tries.append(said)
+        path.touch()
+        raise ImportError(said)
+
+    for said, count in (("libgomp.so.1: cannot open", 1), ("/gone.so: no file", 1), (f"{path}: undefined symbol", 2)):
+        tries.clear()
+        with pytest.raises(ImportError, match=said):
+            graph._without_cut_files(lambda said=said: compiled(said))
+        assert len(tries) == count
