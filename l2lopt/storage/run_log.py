@@ -52,12 +52,19 @@ class Records:
         from l2lopt.storage.event_file import EventFile  # imported here: it takes half a second
 
         self._path = path = folder / "metrics.jsonl"
+        standing: list[str] = []
         if path.exists():
             # Rewritten before it is opened to append: new lines would join one that a kill has cut short.
-            write_text(path, "".join(_standing(path, after, pending)))
+            standing = list(_standing(path, after, pending))
+            write_text(path, "".join(standing))
         with interrupted_after(), needs_space(path):
             self._lines = path.open("a", encoding="utf-8", newline="\n")
-            self._board = EventFile(folder, purge=after + 1)
+            self._board = EventFile(folder, purge=after + (pending is None))
+            if pending is not None:
+                # TensorBoard forgets whole steps: what stays of this one is written again.
+                for facts in map(json.loads, standing):
+                    if facts["step"] == after:
+                        self._board.write(_figures(facts), after)
 
     def write(self, stage: str, step: int, figures: Mapping[str, float]) -> None:
         """Appends {"stage", "step", figures…}; a figure that is not finite is null."""
@@ -207,6 +214,14 @@ def existing_folder(path: Path) -> Path:
         found, remedy = "a file" if os.path.exists(path) else "nothing", "give one that an earlier command has left"
         raise UserError(str(path), expected="a run's folder", found=found, remedy=remedy)
     return path
+
+
+def _figures(facts: Mapping[str, Any]) -> dict[str, float]:
+    """The figures of a line of the log, by their names in TensorBoard."""
+    named = {f"{facts['stage']}/{name}": math.nan if value is None else value for name, value in facts.items()}
+    return {
+        name: value for name, value in named.items() if isinstance(value, float | int) and not name.endswith("/step")
+    }
 
 
 def _standing(path: Path, after: int, pending: str | None) -> Iterator[str]:

@@ -26,6 +26,29 @@ def test_figures_reach_the_lines_and_tensorboard(tmp_path):
     assert [(e.step, e.value) for e in events.Scalars("meta-train/loss")] == [(1, 2.5), (2, 1.5)]
 
 
+def test_a_stage_that_is_made_again_stands_once_in_tensorboard(tmp_path):
+    """A kill between a checkpoint and the end of the validation after it: the validation is made again."""
+    with closing(Records(tmp_path)) as records:
+        for step in (1, 2, 3):
+            records.write("meta-train", step, {"loss": 1.0 / step, "norm": math.inf})
+            records.write("validation", step, {"score": 0.5})
+    with closing(Records(tmp_path, 2, "validation")) as records:
+        records.write("validation", 2, {"score": 0.25})
+        records.write("meta-train", 3, {"loss": 0.125})
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("meta-train/loss")] == [(1, 1.0), (2, 0.5), (3, 0.125)]
+    assert [(e.step, e.value) for e in events.Scalars("validation/score")] == [(1, 0.5), (2, 0.25)]
+    assert [e.step for e in events.Scalars("meta-train/norm")] == [1, 2]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["stage"], line["step"]) for line in lines] == [
+        ("meta-train", 1),
+        ("validation", 1),
+        ("meta-train", 2),
+        ("validation", 2),
+        ("meta-train", 3),
+    ]
+
+
 def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     path = tmp_path / "folder" / "file.txt"
     write_text(path, "first")
