@@ -77,14 +77,14 @@ def test_figures_that_a_report_does_not_have_are_found():
 def difference(first, second, split, own=None):
     """Mean paired difference of two optimisers at the end of `fig3-width16`, with Student's 95 % interval.
 
-    `own` are losses by seed in the place of the first one's.
+    `own` are losses by seed in the place of the first one's, of the networks that are compared.
     """
     losses = {}
     for row in csv.DictReader(read("fig3-width16/evaluation.csv").splitlines()):
         if (row["split"], row["step"]) == (split, "1000"):
             losses.setdefault(row["optimiser"], {})[row["seed"]] = float(row["loss"])
     own = losses[first] if own is None else own
-    paired = [own[seed] - loss for seed, loss in losses[second].items()]
+    paired = [loss - losses[second][seed] for seed, loss in own.items()]
     mean, low, high = interval(paired)
     return f"{mean:+.2f} [{low:.2f}, {high:.2f}]".replace("-", "−")
 
