@@ -99,8 +99,7 @@ def make_optimisee(
     try:
         options: dict[str, Any] = {"metrics": metrics, "augment": augment, "evaluation_samples": evaluation_samples}
         optimisee = ModuleOptimisee(model, loss, data, batch_size, heldout, device, **options)
-        if augment is not None:
-            _check_augment(optimisee)
+        _check_augment(optimisee)
         _check_loss(where, _first_loss(optimisee))
         _check_reach(optimisee)
         where = "metrics, and the loss on test samples"
@@ -119,6 +118,8 @@ def _check_augment(optimisee: ModuleOptimisee) -> None:
 
     With those, optimisers would meet different batches.
     """
+    if optimisee.augment is None:
+        return
     others = other_generators()
     try:
         first, again = (optimisee.batch("train", 0, 0)["inputs"] for _ in range(2))
