@@ -152,6 +152,16 @@ def test_the_validations_of_three_meta_seeds_are_those_that_were_made():
     assert f"gains is {shown['IHC-LSTM']} and {shown['LSTM']}".replace("[-", "[−") in text
 
 
+def test_the_validations_of_the_additive_rule_are_those_that_were_made():
+    text = read("fig3-width16/README.md").partition("**The additive rule**")[2]
+    for cell in CELLS:
+        lines = read(f"fig3-width16/additive-{cell.lower()}/metrics.jsonl").splitlines()
+        records = [record for record in map(json.loads, lines) if record["stage"] == "validation"]
+        steps, scores = ([record[key] for record in records] for key in ("step", "score"))
+        assert f"| cell | {' | '.join(map(str, steps)).replace('0 |', '0 unrolls |', 1)} |" in text
+        assert f"| {cell} | {' | '.join(f'{score:.3f}' for score in scores)} |" in text
+
+
 def test_what_further_meta_training_has_brought_is_what_was_recorded():
     text = read("fig3-width16/README.md")
     agreed = []
