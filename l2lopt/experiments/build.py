@@ -132,7 +132,7 @@ def build(config: Config, given: Sequence[Optimisee] = (), *, meta_training: boo
 
 
 def _check_higher(config: Config, trained_on: Sequence[Optimisee]) -> None:
-    """Refuses losses that the library `higher` can't patch, which would show after the first validation only."""
+    """Refuses losses that the library `higher` cannot patch, which would show after the first validation only."""
     remedy = "set unroll.estimator = {name = 'backprop', order = 2}"
     if config.unroll.scaling:
         expected = "0 with the estimator 'higher', which patches modules"

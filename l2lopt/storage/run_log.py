@@ -218,10 +218,8 @@ def existing_folder(path: Path) -> Path:
 
 def _figures(facts: Mapping[str, Any]) -> dict[str, float]:
     """The figures of a line of the log, by their names in TensorBoard."""
-    named = {f"{facts['stage']}/{name}": math.nan if value is None else value for name, value in facts.items()}
-    return {
-        name: value for name, value in named.items() if isinstance(value, float | int) and not name.endswith("/step")
-    }
+    values = {name: math.nan if value is None else value for name, value in facts.items() if name != "step"}
+    return {f"{facts['stage']}/{name}": value for name, value in values.items() if isinstance(value, float | int)}
 
 
 def _standing(path: Path, after: int, pending: str | None) -> Iterator[str]:
