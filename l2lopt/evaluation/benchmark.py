@@ -27,7 +27,6 @@ from statistics import fmean
 from typing import NamedTuple
 
 from l2lopt import kernels, optimisers
-from l2lopt.core.errors import UserError
 from l2lopt.evaluation import contestants
 from l2lopt.evaluation.benchmark_result import Kind, League, TaskInfo, TaskRun
 from l2lopt.evaluation.contestants import Contestant
@@ -92,11 +91,7 @@ def learned_rule(competitor: Competitor) -> Optimiser | None:
     """
     choice = competitor.optimiser
     if isinstance(choice, dict) and "weights" in choice:
-        beside = ", ".join(key for key in choice if key not in ("weights", "trusted"))
-        if beside:
-            remedy = "leave it out, as weights bring their own options"
-            raise UserError(competitor.name, expected="nothing beside weights", found=beside, remedy=remedy)
-        return files.load(choice["weights"], trusted=choice.get("trusted") is True)
+        return files.from_choice(choice)
     name = choice if isinstance(choice, str) else choice.get("name")
     return optimisers.build(choice) if name in optimisers.LEARNED else None
 

@@ -1,7 +1,6 @@
 """Benchmarks: many optimisers on many tasks, every run cached, one report."""
 
 import logging
-import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -142,7 +141,7 @@ def _prepare(home: Path, cache: Path) -> None:
 def _write(result: BenchmarkResult, folder: Path) -> None:
     """Writes the report, and the events of TensorBoard in place of an earlier report's."""
     paths = write_report(result, folder)
-    shutil.rmtree(folder / "tensorboard", ignore_errors=True)
+    run_folder.remove_events(folder / "tensorboard")
     write_board(result, folder / "tensorboard", paths)
 
 

@@ -249,8 +249,7 @@ def _trained_rule(choice: Choice) -> Optimiser | None:
     _check_not_weights(choice)
     if not (isinstance(choice, dict) and "weights" in choice):
         return None
-    made: Optimiser = registry.make({"weights": _loaded}, "optimiser", "weights", **choice)
-    return made
+    return files.from_choice(choice)
 
 
 def _check_not_weights(choice: Choice) -> None:
@@ -259,11 +258,6 @@ def _check_not_weights(choice: Choice) -> None:
     if name in files.list_weights():
         found, remedy = f"the weights {name!r}", f"write {{weights={name!r}}}"
         raise UserError("optimiser", expected="the name of an optimiser", found=found, remedy=remedy)
-
-
-def _loaded(weights: str, trusted: bool = False) -> Optimiser:
-    """A learned optimiser as it is, from its file or by its name."""
-    return files.load(weights, trusted=trusted)
 
 
 @cache

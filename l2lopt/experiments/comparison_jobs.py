@@ -23,7 +23,7 @@ from l2lopt.experiments import build, runs, study_labels
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import Config
 from l2lopt.experiments.run_cache import FileCache, MissingRunError, file_digest, read_run, write_run
-from l2lopt.experiments.run_facts import FORMAT, code_of, problem_facts, run_defaults, run_facts, weights_of
+from l2lopt.experiments.run_facts import FORMAT, code_of, problem_facts, recipe_of, run_defaults, run_facts, weights_of
 from l2lopt.optimisers import Optimiser
 from l2lopt.parallel import processes
 from l2lopt.parallel.jobs import fingerprint, slug, unique_labels
@@ -256,8 +256,7 @@ def resolve(location: StudyLocation, job: Job) -> ResolvedJob:
     contender = study.optimisers[job.optimiser]
     folder, given = home / f"{slug(contender.label)}-{job.meta_seed}", _fixed_optimiser(contender)
     if given is None:
-        work["recipe"] = config.model_dump(mode="json", exclude={"evaluation", "label"})
-        work["recipe"] |= weights_of(config.optimiser) | code_of(config.optimiser)
+        work["recipe"] = recipe_of(config, "evaluation") | weights_of(config.optimiser) | code_of(config.optimiser)
         depends["weights"] = file_digest(folder / "optimiser.safetensors")
     else:
         depends |= {"rule": files.digest(given), **code_of(given.description)}

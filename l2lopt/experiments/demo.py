@@ -56,12 +56,18 @@ def demo(
 
 
 def _is_demo(folder: Path, config: Config) -> bool:
-    """Whether a folder holds a meta-training on the demo's problems, or on those of its config with changes."""
+    """Whether a folder holds a meta-training by the demo's recipe, as it is or with the same changes as this one.
+
+    `l2lopt meta-train demo` has the same default folder, and may have worked in it for hours.
+    """
     try:
         earlier = configs.meta_training_config(folder, ())
     except UserError:
         return False
-    return any(earlier.problems == one.problems for one in (config, configs.load(configs.demo())))
+    recipes = [
+        (one.problems, one.optimiser, one.unroll, one.meta) for one in (earlier, config, configs.load(configs.demo()))
+    ]
+    return recipes[0] in recipes[1:]
 
 
 def _make(config: Config, folder: Path, cache: str, part: Part, report: Report) -> None:

@@ -21,6 +21,7 @@ from l2lopt import cells, optimisers
 from l2lopt.core.registry import Choice, Table
 from l2lopt.evaluation.settings import Baseline
 from l2lopt.experiments import from_python
+from l2lopt.experiments.config import Config, TrainConfig
 from l2lopt.optimisee import Optimisee
 from l2lopt.optimisers import Optimiser
 from l2lopt.parallel.jobs import fingerprint
@@ -121,11 +122,28 @@ def code_of(choice: Any) -> dict[str, str]:
     return found
 
 
+def weights_file(choice: Choice) -> Path | None:
+    """The file of the weights that an optimiser is loaded from; None for another optimiser."""
+    return None if isinstance(choice, str) or "weights" not in choice else files.find(choice["weights"])
+
+
 def weights_of(choice: Choice) -> dict[str, str]:
     """The digest of the weights that an optimiser is loaded from; nothing for another optimiser."""
-    if isinstance(choice, str) or "weights" not in choice:
-        return {}
-    return {"weights": hashlib.sha256(files.find(choice["weights"]).read_bytes()).hexdigest()}
+    path = weights_file(choice)
+    return {} if path is None else {"weights": hashlib.sha256(path.read_bytes()).hexdigest()}
+
+
+def recipe_of(config: Config | TrainConfig, *without: str) -> dict[str, Any]:
+    """The settings that a run depends on: all but its label, and of weights not the place, as `weights_of` tells them.
+
+    Args:
+        config: Config of the run.
+        without: Further settings to leave out.
+    """
+    told = config.model_dump(mode="json", exclude={"label", *without})
+    if isinstance(told["optimiser"], dict):
+        told["optimiser"].pop("weights", None)
+    return told
 
 
 def _defaults(place: str, option: str, choice: Any) -> dict[str, str]:

@@ -3,10 +3,9 @@
 import csv
 import json
 import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import NoneType
@@ -79,7 +78,9 @@ _FACTS = {
 
 
 @contextmanager
-def claimed(run: str | Path, overwrite: bool, resume: bool, artefacts: Sequence[str] = ()) -> Iterator[Path]:
+def claimed(
+    run: str | Path, overwrite: bool, resume: bool, artefacts: Sequence[str] = (), source: Path | None = None
+) -> Iterator[Path]:
     """The folder for a run, made if need be, which other processes are kept out of within the block.
 
     Args:
@@ -88,11 +89,13 @@ def claimed(run: str | Path, overwrite: bool, resume: bool, artefacts: Sequence[
         resume: Whether an earlier run goes on, so that its files stay; a run that has no checkpoint yet begins, without
             what there is of an earlier one.
         artefacts: Patterns of further files that such a run leaves, beside those of registered optimisees.
+        source: File of weights from which the run begins.
 
     Raises:
         UserError: For a folder in which another process works, a file, a folder that cannot be written in, files that
             no run has left, a config of something else included, an earlier run where neither `overwrite` nor `resume`
-            is given, and a finished run without its checkpoint, which `resume` would begin anew.
+            is given, one that has the source among its files, and a finished run without its checkpoint, which `resume`
+            would begin anew.
     """
     if overwrite and resume:
         raise UserError("overwrite", expected="no resume beside it", found="both", remedy="choose one of them")
@@ -101,10 +104,10 @@ def claimed(run: str | Path, overwrite: bool, resume: bool, artefacts: Sequence[
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise UserError(str(folder), expected="a folder", found="a file", remedy="choose another --run")
     with run_lock.locked(folder):
-        yield _cleared(folder, overwrite, resume, artefacts)
+        yield _cleared(folder, overwrite, resume, artefacts, source)
 
 
-def _cleared(folder: Path, overwrite: bool, resume: bool, artefacts: Sequence[str]) -> Path:
+def _cleared(folder: Path, overwrite: bool, resume: bool, artefacts: Sequence[str], source: Path | None) -> Path:
     """A folder that is locked, without the files of an earlier run; see `claimed`."""
     another = "choose another --run"
     try:
@@ -118,13 +121,13 @@ def _cleared(folder: Path, overwrite: bool, resume: bool, artefacts: Sequence[st
             if not overwrite:
                 remedy = f"{another}, or pass --resume to go on or --overwrite to replace it"
                 raise UserError(str(folder), expected=expected, found="an earlier run", remedy=remedy)
-            _remove(folder, artefacts)
+            _remove(folder, artefacts, source)
         if resume and not (folder / CHECKPOINT).is_file():
             _check_begins(folder, another)
             # Another run may begin here now, and what was found of the earlier one would pass for its own. The config
             # stays until it is replaced: it tells that these are no files of someone else's.
             if (folder / CONFIG).is_file():
-                _remove(folder, artefacts, keep=CONFIG)
+                _remove(folder, artefacts, source, keep=CONFIG)
             elif any(_left(folder, artefacts)):
                 found = "files that no run has left"
                 raise UserError(str(folder), expected="a run's folder", found=found, remedy=another)
@@ -161,9 +164,12 @@ def _left(folder: Path, artefacts: Sequence[str]) -> Iterator[Path]:
     return chain.from_iterable(map(folder.glob, patterns))
 
 
-def _remove(folder: Path, artefacts: Sequence[str], keep: str = "") -> None:
-    """Removes the files of a run, but for one by name."""
+def _remove(folder: Path, artefacts: Sequence[str], source: Path | None, keep: str = "") -> None:
+    """Removes the files of a run, but for one by name; none where the next run begins from one of them."""
     found = [path for path in _left(folder, artefacts) if path.relative_to(folder).as_posix() != keep]
+    if source is not None and source.resolve() in [path.resolve() for path in found]:
+        remedy = f"choose another --run, or copy {source.name} to another folder"
+        raise UserError(str(folder), expected="weights from elsewhere", found="the run's own", remedy=remedy)
     # What tells that a run was here goes last, for whoever is stopped in between.
     for path in sorted(found, key=lambda path: (path.name == CONFIG, path.name.startswith("events."))):
         path.unlink(missing_ok=True)
@@ -297,6 +303,16 @@ def draw_meta_training(folder: Path, title: str) -> list[Path]:
     return paths
 
 
+def remove_events(folder: Path) -> None:
+    """Removes TensorBoard's events below a folder, and the folders that are then empty; all else there stays."""
+    for path in [*folder.glob("**/events.out.tfevents.*")]:
+        path.unlink()
+        for parent in takewhile(lambda one: one.is_relative_to(folder), path.parents):
+            if any(parent.iterdir()):
+                break
+            parent.rmdir()
+
+
 def leave_evaluation(folder: Path, result: Evaluation, own: str) -> None:
     """Leaves an evaluation in a run's folder: its files, its figure, and both for TensorBoard.
 
@@ -307,7 +323,7 @@ def leave_evaluation(folder: Path, result: Evaluation, own: str) -> None:
     """
     write_evaluation(folder, result, own)
     paths = draw_evaluation(folder, folder.name)
-    shutil.rmtree(folder / "tensorboard", ignore_errors=True)
+    remove_events(folder / "tensorboard")
     write_evaluation_board(result, folder / "tensorboard", paths)
 
 

@@ -20,7 +20,7 @@ from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import Config, TrainConfig, meta_training_config, training_config
 from l2lopt.experiments.controls import leave_controls
 from l2lopt.experiments.run_cache import FileCache, contestant_caches
-from l2lopt.experiments.run_facts import code_of, own_facts, weights_of
+from l2lopt.experiments.run_facts import code_of, own_facts, recipe_of, weights_file, weights_of
 from l2lopt.experiments.run_folder import (
     CHECKPOINT,
     INITIAL,
@@ -95,8 +95,8 @@ def meta_train(
         source = from_python.source(config, optimiser, is_trained=True)
         experiment = build.build(configs.load(source.config, changes), source.optimisees)
         settings = experiment.config
-        claim = claimed(run, overwrite, resume, experiment.optimisee.artefact_files)
-        folder = processes.on_first(lambda: held.enter_context(claim))
+        files = experiment.optimisee.artefact_files, weights_file(settings.optimiser)
+        folder = processes.on_first(lambda: held.enter_context(claimed(run, overwrite, resume, *files)))
         checkpoint = CheckpointFile(folder / CHECKPOINT, _work(experiment))
         position = _log_position(checkpoint)  # refused before anything is written
         processes.on_first(lambda: write_text(folder / "config.toml", configs.dump(settings)))
@@ -255,14 +255,15 @@ def train(
     processes.alone("train")
     source = from_python.source(config, optimiser)
     built = build.build_training(configs.load(source.config, changes, kind=TrainConfig), *source[1:])
-    with claimed(run, overwrite, resume, built.optimisee.artefact_files) as folder:
+    weights_from = weights_file(built.config.optimiser)
+    with claimed(run, overwrite, resume, built.optimisee.artefact_files, weights_from) as folder:
         return _train(built, folder, report)
 
 
 def _train(built: build.Training, folder: Path, report: Report) -> Trained:
     """Trains in a folder that is claimed."""
     settings = built.config
-    work = settings.model_dump(mode="json", exclude={"label"}) | {"weights": None} | weights_of(settings.optimiser)
+    work = recipe_of(settings) | {"weights": None} | weights_of(settings.optimiser)
     own = own_facts(settings.optimisee, built.optimisee) | code_of(settings.optimiser)
     checkpoint = CheckpointFile(folder / CHECKPOINT, work | built.optimisee.fingerprint() | own)
     kept = checkpoint.load()
@@ -367,7 +368,7 @@ def _log_position(checkpoint: CheckpointFile) -> tuple[int, str | None]:
 def _work(experiment: build.Experiment) -> dict[str, Any]:
     """What meta-training depends on: the config but for the comparison, the data of its problems, and the weights."""
     config = experiment.config
-    work = config.model_dump(mode="json", exclude={"evaluation", "label"})
+    work = recipe_of(config, "evaluation")
     choices = config.trained_on or [config.optimisee, *config.mixed_with]
     for number, (choice, optimisee) in enumerate(zip(choices, experiment.optimisees, strict=True)):
         facts = optimisee.fingerprint() | own_facts(choice, optimisee)

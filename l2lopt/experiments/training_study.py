@@ -19,7 +19,7 @@ from l2lopt.core.types import Report
 from l2lopt.experiments import build, runs, study_labels
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import TrainConfig
-from l2lopt.experiments.run_facts import code_of, own_facts, weights_of
+from l2lopt.experiments.run_facts import code_of, own_facts, recipe_of, weights_of
 from l2lopt.experiments.run_folder import writable
 from l2lopt.optimisee import Optimisee
 from l2lopt.parallel.jobs import fingerprint, format_range, load_result, run_jobs, slug, unique_labels
@@ -222,11 +222,10 @@ def _fields(kind: type[References]) -> dict[str, Any]:
 def _make(references: References, job: _Job, report: Report) -> Result:
     """Loads the cached result of a job, or computes and stores it."""
     optimisee, path = build.build_training(job.config).optimisee, job.folder / "found.json"
-    recipe = job.config.model_dump(mode="json", exclude={"label"})
     chosen = job.config.optimiser
     own = own_facts(job.config.optimisee, optimisee) | code_of(chosen) | weights_of(chosen)
     problem = {**optimisee.fingerprint(), **own}
-    work = fingerprint(recipe=recipe, **references.depends_on(job.kind), **problem)
+    work = fingerprint(recipe=recipe_of(job.config), **references.depends_on(job.kind), **problem)
     known = load_result(path, work)
     if known is None or not _readable(references, job.kind, known):
         trained = runs.train(job.config, job.folder, resume=True, report=report) if job.kind == "trained" else None
@@ -258,7 +257,9 @@ def table(study: TrainingStudy, references: References, found: _Found, beside: C
         found: Label → seed → result, a row for each label.
         beside: Labels of the rows that are references.
     """
-    columns = list(references.columns(next(iter(found[study.runs[0].label].values()))))
+    firsts = [next(iter(found[run.label].values())) for run in study.runs]
+    # Optimisees of unlike metrics have the columns of all.
+    columns = list(references.columns({name: value for first in firsts for name, value in first.items()}))
     versus = {run.label: run.versus for run in study.runs}
     if any(versus.values()) and not any(column.show == "versus" for column in columns):
         shown = next((column for column in columns if column.show == "range"), None)
@@ -267,13 +268,16 @@ def table(study: TrainingStudy, references: References, found: _Found, beside: C
     for label, own in found.items():
         cells: list[Cell] = [label]
         for column in columns:
-            if label in beside:
-                cells.append(_reference_cell(column, own))
-            elif column.show == "versus":
-                other = versus[label]
-                cells.append("" if other is None else against(column, other, own, found[other]))
-            else:
-                cells.append(_cell(column, own, [found[one] for one in beside]))
+            other = versus.get(label)
+            try:
+                if label in beside:
+                    cells.append(_reference_cell(column, own))
+                elif column.show == "versus":
+                    cells.append("" if other is None else against(column, other, own, found[other]))
+                else:
+                    cells.append(_cell(column, own, [found[one] for one in beside]))
+            except KeyError:  # a metric that other rows alone have
+                cells.append(None)
         rows.append(tuple(cells))
     return Table(("", *(column.head for column in columns)), tuple(rows), legend=references.legend)
 
@@ -301,12 +305,7 @@ def _cell(column: Column, own: Mapping[str, Result], references: Sequence[Mappin
 
 def _reference_cell(column: Column, own: Mapping[str, Result]) -> Cell:
     """The cell of a reference; None where the column has no meaning for it."""
-    if column.show != "range":
-        return None
-    try:
-        return format_range(_numbers(column, own), column.digits)
-    except KeyError:
-        return None
+    return format_range(_numbers(column, own), column.digits) if column.show == "range" else None
 
 
 def _numbers(column: Column, own: Mapping[str, Result]) -> list[float]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -87,12 +88,14 @@ def build(choice: Choice, table: Mapping[str, Callable[..., Optimiser]] = OPTIMI
     Raises:
         UserError: For a mistake in the choice, and for a rule of a module's own that breaks the contract.
     """
-    made = registry.build(table, "optimiser", choice, **extra)
-    optimiser: Optimiser = registry.checked_kind("optimiser", choice, made, Optimiser)
-    optimiser.description = ({"name": choice} if isinstance(choice, str) else dict(choice)) | extra
-    # With a rate for each of several runs it takes that number of rows alone; it is tried with a single rate before.
-    if not any(isinstance(value, Tensor) and value.dim() for value in pytree.tree_leaves(optimiser.description)):
-        check_rule(optimiser)
+    # Whatever PyTorch's default device is: its generator would draw φ, and a model is often made on "meta".
+    with torch.device("cpu"):
+        made = registry.build(table, "optimiser", choice, **extra)
+        optimiser: Optimiser = registry.checked_kind("optimiser", choice, made, Optimiser)
+        optimiser.description = ({"name": choice} if isinstance(choice, str) else dict(choice)) | extra
+        # With a rate for each of several runs it takes that number of rows alone; it is tried with a single one before.
+        if not any(isinstance(value, Tensor) and value.dim() for value in pytree.tree_leaves(optimiser.description)):
+            check_rule(optimiser)
     return optimiser
 
 

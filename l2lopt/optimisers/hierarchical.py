@@ -81,7 +81,7 @@ class Hierarchical(Optimiser):
 
     So outputs of 0 are the harness, up to rounding, and every control has a derivative of 1 there, on both sides: a
     step of evolution or of a gradient can leave 0 either way. Outputs of 0 are the initial values, as `head_scale` is 0
-    at first.
+    at first. With `mix="logit"` there is 1.8 % of the other directions in it.
 
     The facts are functions of gradients and losses, constants of first order, and of θ ("weight-size", "growth",
     "update-to-weight"): through these `blockwise` takes no gradient, and says so in the log. With the control
@@ -99,7 +99,8 @@ class Hierarchical(Optimiser):
         harness: The harness that it steers, with its direction of orthogonalised matrices.
         bounds: Limits of the controls.
         embedding: Whether a linear layer lies between facts and cell.
-        head_scale: Factor of the head's initial weights; at 0 the untrained rule is the harness.
+        head_scale: Factor of the head's initial weights; at 0 the untrained rule is the harness,
+            up to what `mix="logit"` adds.
     """
 
     groupings = ("tensors",)

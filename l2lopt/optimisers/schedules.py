@@ -133,9 +133,9 @@ class Scheduled(Optimiser):
 
     Args:
         optimiser: Inner optimiser, learned or hand-designed.
-        shape: Fall of s after the warm-up: "constant", "linear", "cosine" or "exponential".
+        shape: Fall of s after the warm-up, see `warm_up_then`.
         warm_up: Updates over which s rises linearly to 1.
-        total: Update at which s arrives at `final`; None keeps s at 1 after the warm-up.
+        total: Update at which s arrives at `final`; None keeps s at 1 after the warm-up. "inverse" falls without it.
         final: Last value of s, in [0, 1]; above 0 for "exponential".
         lr: η > 0; or [*batch], one for each row.
 

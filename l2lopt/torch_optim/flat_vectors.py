@@ -34,9 +34,9 @@ class FlatVector:
         params: Parameters, in the order of the layout.
         states: `state[p]` of each parameter.
         layout: Layout of the coordinates in this process.
-        steps_made: Number of steps so far; None before the first one.
-        end: Number of steps in all; 0 where it is not known.
-        is_past_end: Whether the last step was the first one after the end, see `options.is_past_end`.
+        steps_made: Number of steps so far of each rule that has made one, by the prefix of its state.
+        ended: The rules whose last step was the first one after their end (see `options.is_past_end`) and whose update
+            was 0, by prefix: the numbers of steps so far and in all.
 
     Args:
         params: Parameters by name.
@@ -66,8 +66,9 @@ class FlatVector:
         self._buffers: dict[str, OptimiserState] = {}  # by prefix
         self._blocks: dict[str, list[Block]] = {}  # by prefix
         self._copies: Params = {}
-        self.steps_made: int | None = None
-        self.end, self.is_past_end = 0, False
+        self.steps_made: dict[str, int] = {}
+        self.ended: dict[str, tuple[int, int]] = {}
+        self._ends: dict[str, int] = {}  # by prefix; 0 where it is not known
 
     def is_current(
         self, params: Sequence[Tensor], states: Sequence[dict[str, Any]], steps: int | None, told: tuple[Any, ...] = ()
@@ -160,17 +161,20 @@ class FlatVector:
             # or the past would be counted once for each of them.
             shared = {**shared, "skipped": before + shards.total(shared["skipped"] - before)}
         _store(shared, state.shared)
-        if not prefix:
-            self._count(state.shared)
+        self._count(prefix, state.shared, update)
         return update
 
-    def _count(self, shared: Params) -> None:
-        """Counts the rule's steps on the host, as a look at the state waits for a GPU."""
-        if first := self.steps_made is None:
-            self.steps_made, self.end = (int(shared.get(name, 0)) for name in ("step", "total_steps"))
+    def _count(self, prefix: str, shared: Params, update: Tensor) -> None:
+        """Counts a rule's steps on the host, as a look at the state waits for a GPU."""
+        if first := prefix not in self.steps_made:
+            self.steps_made[prefix], self._ends[prefix] = (int(shared.get(key, 0)) for key in ("step", "total_steps"))
         else:
-            self.steps_made += 1
-        self.is_past_end = is_past_end(self.steps_made, self.end, first)
+            self.steps_made[prefix] += 1
+        made, end = self.steps_made[prefix], self._ends[prefix]
+        # A schedule may go on after the end, as "constant" does.
+        self.ended.pop(prefix, None)
+        if is_past_end(made, end, first) and not self.any_rank(update.any()):
+            self.ended[prefix] = made, end
 
     def _join(self, rule: Optimiser, prefix: str, dtype: torch.dtype, like: Tensor) -> OptimiserState:
         """The state in `states`, or the rule's initial state, as buffers; `states` get views of them."""
@@ -184,7 +188,8 @@ class FlatVector:
             name, stored = prefix + array.name, dtype if array.kind == "coordinates" else array.value.dtype
             if name in self.states[0]:
                 self._check_shapes(array, name)
-                value = array.join(self.layout, [state[name] for state in self.states], self.params).to(stored)
+                value = array.join(self.layout, [state[name] for state in self.states], self.params)
+                value = value.to(like.device, stored)  # parameters may have moved since
             else:
                 # Real memory: an initial state may be one column expanded to all, which cannot be written in place.
                 value = torch.empty(array.value.shape, dtype=stored, device=like.device).copy_(array.value)

@@ -89,8 +89,8 @@ class LearnedOptimizer(torch.optim.Optimizer):
 
     *Fallback.* The fallback's state ("fallback.…" in `state[p]`) is updated at every step beside the rule's. Once an
     update of the rule is not finite, or the loss is not finite or far above the first one (`has_diverged`), all groups
-    with a fallback use its updates for good ("fallen_back" in the group), and a warning is logged. The check costs one
-    GPU synchronisation per step.
+    with a fallback use its updates for good ("fallen_back" in the group), and a warning is logged. The checks cost two
+    GPU synchronisations per step and group, one where no loss is told.
 
     *Several processes.* Distributed parameters (FSDP2; see `sharding`) are updated part by part in their processes,
     with the result that one process would have: statistics are those of whole tensors, and loss and fallback are
@@ -174,7 +174,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
                     "LearnedOptimizer: params", expected="a parameter to train", found="none", remedy=remedy
                 )
             params = [{key: value for key, value in group.items() if key not in asked} for group in found]
-        super().__init__(params, options | rules | progress | about | torchs)
+        super().__init__(params, with_plain_numbers(options | rules | progress | about | torchs))
         warn_of_small_factors(self.param_groups, self._rules)
         self._is_made = True
 
@@ -272,13 +272,13 @@ class LearnedOptimizer(torch.optim.Optimizer):
                 for vector in vectors_of(group, self.state, self._vectors.setdefault(index, {}), others):
                     self._step_vector(vector, group, value)
                     # "initial_lr" is what a scheduler began with: from a factor of 1 a decay may be far down by now.
-                    if group["fallen_back"]:
-                        continue  # the rule, of which both are told, stands still
-                    late += [group] * (vector.steps_made == LATE and float(group.get("initial_lr", 0)) < SMALL)
-                    ended += [vector] * vector.is_past_end
+                    is_late = not group["fallen_back"] and vector.steps_made[""] == LATE
+                    late += [group] * (is_late and float(group.get("initial_lr", 0)) < SMALL)
+                    # The rule stands still once the fallback has taken over.
+                    ended += [vector.ended.get("fallback." if group["fallen_back"] else "")]
         warn_of_small_factors(late, self._rules)
-        if ended:
-            warn_of_end(ended[0].steps_made or 0, ended[0].end)
+        if over := next(filter(None, ended), None):
+            warn_of_end(*over)
         return result
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -292,11 +292,11 @@ class LearnedOptimizer(torch.optim.Optimizer):
         """
         restore(self, state_dict)
 
-    def _rule_id(self, weights: Any) -> str:
+    def _rule_id(self, weights: Any, option: str = "weights") -> str:
         """The hash of a rule, under which `_rules` has a copy of it from now on."""
         if isinstance(weights, str) and weights in self._rules:  # from a copied group
             return weights
-        rule = rule_of(weights)
+        rule = rule_of(weights, option)
         rule_id = files.digest(rule)
         self._rules.setdefault(rule_id, rule.requires_grad_(False))
         return rule_id
@@ -305,7 +305,7 @@ class LearnedOptimizer(torch.optim.Optimizer):
         """The hash of a hand-designed rule; see `_rule_id`."""
         if fallback is None or (isinstance(fallback, str) and fallback in self._rules):
             return fallback
-        return self._rule_id(fallback_of(fallback))
+        return self._rule_id(fallback_of(fallback), "fallback")
 
     def _clear_cache(self) -> None:
         """Drops everything that can be made again from `state` and the rules."""
@@ -314,7 +314,11 @@ class LearnedOptimizer(torch.optim.Optimizer):
 
     def _loss(self, loss: Tensor | float | None) -> Tensor | None:
         """The loss as a scalar, averaged over the processes of sharded parameters; None if nothing uses it."""
-        users = [group for group in self.param_groups if self._rules[group["weights"]].needs_loss]
+        users = [
+            group
+            for group in self.param_groups
+            if any(self._rules[group[option]].needs_loss for option in ("weights", "fallback") if group[option])
+        ]
         if loss is None:
             if any(group["lr"] != 0 for group in users):  # at 0, distributed checkpoints create the initial state
                 expected, remedy = "the loss of this step", "call step(loss=…) or step(closure)"

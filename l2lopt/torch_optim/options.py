@@ -71,13 +71,15 @@ def check_options(group: Mapping[str, Any]) -> None:
 
 
 def with_plain_numbers(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group whose numbers are Python's: those of NumPy could not be loaded from a saved state again."""
+    """A group whose numbers are Python's and whose tuples are lists.
+
+    Numbers of NumPy could not be loaded from a saved state again.
+    """
 
     def plain(value: Any) -> Any:
         if isinstance(value, np.generic):
             return value.item()
-        some = isinstance(value, list | tuple) and any(isinstance(one, np.generic) for one in value)
-        return [plain(one) for one in value] if some else value
+        return [plain(one) for one in value] if isinstance(value, list | tuple) else value
 
     return {name: value if name == "params" else plain(value) for name, value in group.items()}
 
@@ -193,13 +195,14 @@ def check_group(group: Any) -> None:
         raise UserError("add_param_group", expected='a table with "params"', found=found, remedy=remedy)
 
 
-def check_rate(rule: Optimiser) -> None:
-    """Refuses a rule with a rate for each of several runs side by side: this is one run."""
+def check_rate(rule: Optimiser, option: str) -> None:
+    """Refuses a rule, given as this option, with a rate for each of several runs side by side: this is one run."""
     parts = [part for part in rule.modules() if isinstance(part, Optimiser)]  # a scheduled one has another inside
     for rate in (getattr(part, name, None) for part in parts for name in ("lr", "rest_lr")):
         if isinstance(rate, Tensor) and rate.dim() and not isinstance(rate, nn.Parameter):  # which a rule may learn
             found, remedy = f"a tensor of shape {list(rate.shape)}", "give a number"
-            raise UserError("LearnedOptimizer: weights", expected="a rule with one rate", found=found, remedy=remedy)
+            where = f"LearnedOptimizer: {option}"
+            raise UserError(where, expected="a rule with one rate", found=found, remedy=remedy)
 
 
 def check_parameters(named: Iterable[tuple[str, Tensor]]) -> None:
@@ -229,7 +232,8 @@ def names_of(group: Mapping[str, Any]) -> Sequence[str]:
 
     Each once: a name that comes again, as of a second model's `named_parameters`, has its number before it.
     """
-    names: Sequence[str] = group.get("param_names") or [f"p{index}" for index in range(len(group["params"]))]
+    names = list(group.get("param_names") or [])
+    names += [f"p{index}" for index in range(len(names), len(group["params"]))]  # of those that someone has appended
     taken, seen, found = {*names}, set[str](), list[str]()
     if len(taken) == len(names):
         return names

@@ -15,7 +15,7 @@ Each: TypeAlias = Any
 """A value for all parameters of a group, a list with a value for each, or None."""
 
 
-def parameter_groups(module: nn.Module, *, by_role: bool = False) -> list[dict[str, Any]]:
+def parameter_groups(module: nn.Module | Sequence[nn.Module], *, by_role: bool = False) -> list[dict[str, Any]]:
     """The parameters of a module as one group, with the kind of each and the matrices stacked in it.
 
     As those of `module.parameters()`, also the ones that are frozen now: as long as they have no gradient they neither
@@ -36,7 +36,7 @@ def parameter_groups(module: nn.Module, *, by_role: bool = False) -> list[dict[s
         2.bias vector
 
     Args:
-        module: Module to train, in whole or in part.
+        module: Module to train, in whole or in part; or a list of modules.
         by_role: Whether parameters of one kind, split and fan-in make a group each, without names and with single
             values as options: for `ZeroRedundancyOptimizer`, which shares a group's parameters out to the processes.
 
@@ -44,6 +44,11 @@ def parameter_groups(module: nn.Module, *, by_role: bool = False) -> list[dict[s
         UserError: A parameter is lazy: it has no shape before the module's first call; or the module, or a part of it,
             is scripted or traced: it does not say what its layers are.
     """
+    given: object = as_one_module(module)
+    if not isinstance(given, nn.Module):
+        expected, found = "a module, or a list of modules", f"a {type(given).__name__}"
+        raise UserError("parameter_groups", expected=expected, found=found, remedy="give the model, not its parameters")
+    module = given
     named = list(module.named_parameters())
     check_parameters(named)
     if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):

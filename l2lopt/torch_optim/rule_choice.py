@@ -12,11 +12,12 @@ from l2lopt.torch_optim.options import USUAL_RATES, check_rate
 from l2lopt.weights import files
 
 
-def rule_of(weights: Any) -> Optimiser:
+def rule_of(weights: Any, option: str = "weights") -> Optimiser:
     """A rule of its own for what a user gave as `weights`.
 
     Args:
         weights: Name, file, choice or optimiser.
+        option: Name of the option that it was given as.
 
     Raises:
         UserError: Something else, a rule without the rate that it needs, a file that cannot be read, or a rule of a
@@ -37,7 +38,7 @@ def rule_of(weights: Any) -> Optimiser:
         rule = optimisers.build(weights if isinstance(weights, str) else dict(weights))
     else:
         rule = files.load(weights)
-    check_rate(rule)
+    check_rate(rule, option)
     optimisers.check_update(rule)
     return rule
 

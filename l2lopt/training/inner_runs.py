@@ -1,6 +1,7 @@
 """The inner runs of meta-training: optimisees trained by the learned optimiser, unroll after unroll."""
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -196,7 +197,8 @@ class InnerRuns:
             self._plan(self.runs[index])
         run = self.runs.pop(index)
         count = min(self.settings.truncation or run.length, run.length - position.done)
-        steps = inner_steps(run.optimisee, self.settings.targets, run.seed, position.done, count, run.length)
+        windows = position.done, count, run.length, self.settings.truncation
+        steps = inner_steps(run.optimisee, self.settings.targets, run.seed, *windows)
         found = self.estimator(self.update, run.loss, self.optimiser.phi(), run.carry, steps, run.estimator_state)
         kept = (run.carry, run.estimator_state), (found.carry, found.state)
         if pytree.tree_structure(kept[0]) != pytree.tree_structure(kept[1]):  # a checkpoint has them by their places
@@ -249,7 +251,13 @@ class InnerRuns:
 
 
 def inner_steps(
-    optimisee: Optimisee, targets: Targets, seed: int, first: int, count: int, length: int | None = None
+    optimisee: Optimisee,
+    targets: Targets,
+    seed: int,
+    first: int,
+    count: int,
+    length: int | None = None,
+    truncation: int | None = None,
 ) -> Iterator[InnerStep]:
     """Steps `first` … `first + count − 1` of a run, each with the batches that the meta-loss measures after it.
 
@@ -262,6 +270,7 @@ def inner_steps(
         first: The number of the first step, counted from 0.
         count: The number of steps.
         length: The number of steps of the whole run, after the last of which its end is measured; None: no end.
+        truncation: The number of steps of one unroll of it; None: all.
     """
     split: Split = "inner" if targets.holds_out else "train"
     batch = optimisee.batch(split, seed, first)
@@ -275,8 +284,9 @@ def inner_steps(
         if targets.heldout:
             measured.append(Target(optimisee.batch("heldout", seed, step), targets.heldout))
         if step + 1 == length:
-            # Meta-gradients are divided by the number of steps, and the end is no mean over them.
-            share = count / targets.end_batches
+            # Meta-gradients are divided by the number of steps, and the end is no mean over them. Every unroll of the
+            # run has such a mean, and the last one alone the end.
+            share = count * math.ceil(length / (truncation or length)) / targets.end_batches
             for number in range(targets.end_batches if targets.end else 0):
                 found = optimisee.batch(split, seed, step + 1 + number)
                 measured.append(Target(found, share * targets.end, "end"))

@@ -59,6 +59,10 @@ def find(weights: str | Path) -> Path:
     Raises:
         UserError: If there is no such name and no such file.
     """
+    given: object = weights
+    if not isinstance(given, str | os.PathLike):
+        expected, found = "a name or a file", f"a {type(given).__name__}"
+        raise UserError("weights", expected=expected, found=found, remedy="use 'lstm', for instance")
     if isinstance(weights, str) and weights in list_weights():
         return HOME / f"{weights}.safetensors"
     if os.path.isfile(own := Path(os.path.expanduser(weights), "optimiser.safetensors")):
@@ -169,6 +173,20 @@ def load(path: str | Path, *, trusted: bool = False) -> Optimiser:
     optimiser.load_state_dict(tensors, strict=False)
     tensor_file.check_finite(path, _numbers(optimiser), _AGAIN)
     return optimiser
+
+
+def from_choice(choice: Mapping[str, Any]) -> Optimiser:
+    """The learned optimiser of a table of `weights`, a file or name, beside which may be `trusted`; see `load`.
+
+    Raises:
+        UserError: For what `load` refuses, a key beside these, and a value of another type.
+    """
+
+    def loaded(weights: str, trusted: bool = False) -> Optimiser:
+        return load(weights, trusted=trusted)
+
+    made: Optimiser = registry.make({"weights": loaded}, "optimiser", "weights", **choice)
+    return made
 
 
 def digest(optimiser: Optimiser) -> str:

@@ -7,6 +7,7 @@ Nothing is unpickled. Files that are pickles, and the msgpack files of Celo and 
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,8 +60,8 @@ def load_small_fc(
         >>> rule = load_small_fc("mulo")  # after `hf download btherien/mulo --local-dir mulo`  # doctest: +SKIP
         >>> l2lopt.save(rule, "mulo/l2lopt.safetensors")  # doctest: +SKIP
     """
-    given = Path(path).expanduser()
-    file = given / FILE if given.is_dir() else given
+    given = Path(os.path.expanduser(path))  # not `Path.expanduser`, which raises for a user that is none
+    file = given / FILE if os.path.isdir(given) else given
     _, tensors = tensor_file.read_any(file, _WHAT, _AGAIN)
     first = tensors.get("network.input.weight")
     if first is None or first.dim() != 2 or not first.shape[0]:

@@ -363,7 +363,9 @@ def test_what_is_not_there_is_left_out_with_a_line(tmp_path, monkeypatch, caplog
         (["budgt='short'"], "budget"),
         (['competitors=[{optimiser="adm", rates=[0.1]}]'], "adam"),
         (['competitors=[{optimiser={weights="lsm"}, rates=[0.1]}]'], "lstm"),
-        (['competitors=[{optimiser={weights="lstm", lr=1}, rates=[0.1]}]'], "lstm: expected nothing beside weights"),
+        (['competitors=[{optimiser={weights="lstm", lr=1}, rates=[0.1]}]'], "expected a known key, found 'lr'"),
+        (['competitors=[{optimiser={weights=["lstm"]}, rates=[0.1]}]'], "weights: expected a valid string, found"),
+        (['competitors=[{optimiser={weights="lstm", trusted=3}, rates=[0.1]}]'], "trusted: expected a valid boolean"),
     ],
 )
 def test_mistakes_are_told_before_any_run(tmp_path, made, changes, word):

@@ -104,6 +104,10 @@ def test_another_run_is_not_replaced(tmp_path, monkeypatch):
     (run / "optimiser.safetensors").write_text("mine")
     with pytest.raises(UserError, match="expected a new or empty folder, found an earlier run"):
         l2lopt.demo(run)
+    for change in ("meta.updates=90", "optimiser.hidden_size=9"):  # l2lopt meta-train demo --set … has the same folder
+        (run / "config.toml").write_text(configs.dump(configs.load(configs.demo(), [change])))
+        with pytest.raises(UserError, match="expected a new or empty folder, found an earlier run"):
+            l2lopt.demo(run)
     (run / "config.toml").write_text(configs.dump(configs.load(configs.demo())))
     with pytest.raises(UserError, match="device: expected a device of this machine"):
         l2lopt.demo(run, changes=["device=nowhere"])

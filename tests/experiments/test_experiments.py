@@ -205,11 +205,14 @@ def test_a_trained_optimiser_is_meta_trained_further(run, tmp_path):
 
 
 def test_weights_that_were_changed_since_are_noticed(run, tmp_path):
-    """Those that a meta-training has begun with: its checkpoint is not gone on from with others."""
+    """Those that a meta-training has begun with: its checkpoint is not gone on from with others. The place may change."""
     start = tmp_path / "start.safetensors"
     start.write_bytes((run / "optimiser.safetensors").read_bytes())
     further = {**tomllib.loads(configs.dump(configs.load(RECIPE, SMALL))), "optimiser": {"weights": str(start)}}
     l2lopt.meta_train(further, tmp_path / "further")
+    moved = start.with_name("moved.safetensors")
+    moved.write_bytes(start.read_bytes())
+    l2lopt.meta_train({**further, "optimiser": {"weights": str(moved)}}, tmp_path / "further", resume=True)
     l2lopt.save(l2lopt.load(tmp_path / "further" / "optimiser.safetensors"), start)
     with pytest.raises(UserError, match="weights = "):
         l2lopt.meta_train(further, tmp_path / "further", resume=True)

@@ -4,6 +4,7 @@ import pytest
 
 import l2lopt
 from l2lopt.core.errors import UserError
+from l2lopt.experiments.run_folder import remove_events
 
 META = {
     "threads": 1,
@@ -88,3 +89,36 @@ def test_a_home_folder_is_found(tmp_path, monkeypatch):
     path = l2lopt.publish("~/run", "~/published.safetensors")
     assert path == tmp_path / "published.safetensors"
     assert path.is_file()
+
+
+@pytest.mark.parametrize("again", ["overwrite", "resume"])
+@pytest.mark.parametrize(("make", "config"), [(l2lopt.train, TRAIN), (l2lopt.meta_train, META)])
+def test_a_run_is_not_replaced_by_one_that_begins_from_its_weights(tmp_path, again, make, config):
+    """They would be gone before they are read again."""
+    run = l2lopt.meta_train(META, tmp_path / "run")
+    if again == "resume":  # killed before its first checkpoint
+        for name in ("checkpoint.safetensors", "optimiser.safetensors"):
+            (run / name).unlink()
+    own = {"weights": str(run / ("initial.safetensors" if again == "resume" else ""))}
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    with pytest.raises(
+        UserError, match="expected weights from elsewhere, found the run's own; choose another --run, or"
+    ):
+        make({**config, "optimiser": own, "seed": 5}, run, **{again: True})
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_events_alone_are_removed(tmp_path):
+    """A user may have a folder of the same name."""
+    for name in ("a/b/events.out.tfevents.1", "events.out.tfevents.2", "c/events.out.tfevents.3", "c/notes.txt"):
+        path = tmp_path / "tensorboard" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+    remove_events(tmp_path / "tensorboard")
+    left = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")}
+    assert left == {"tensorboard", "tensorboard/c", "tensorboard/c/notes.txt"}
+    (tmp_path / "tensorboard/c/notes.txt").unlink()
+    (tmp_path / "tensorboard/c/events.out.tfevents.4").write_text("")
+    for _ in range(2):
+        remove_events(tmp_path / "tensorboard")
+        assert not any(tmp_path.iterdir())

@@ -42,3 +42,20 @@ def test_changes_that_the_study_would_undo_are_refused(tmp_path, change):
     with pytest.raises(UserError, match=f"expected no {key}, which the study gives"):
         comparison_study.reproduce("digits-mlp", tmp_path / "run", changes=[change, "meta.updates=1"])
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("last", ["mlp", "autoencoder"])
+def test_optimisees_of_unlike_metrics_are_in_one_table(tmp_path, last):
+    """After all trainings it would end in a traceback, or without the metric that the first one has not."""
+    source = written(tmp_path, "torch.optim.SGD")
+    problems = {name: f"optimisee={{name='{name}', dataset='digits', hidden=[2]}}" for name in ("autoencoder", "mlp")}
+    runs = [{"label": name, "changes": [change]} for name, change in problems.items()]
+    runs.sort(key=lambda run: run["label"] == last)
+    source.write_text(tomli_w.dumps({"config": "own.toml", "seeds": [0], "runs": runs}))
+    table, _ = comparison_study.reproduce(source, tmp_path / "run")
+    head, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.read_text().splitlines()]
+    assert {*head} >= {"test loss", "test accuracy"}
+    cells = {row[0]: dict(zip(head, row, strict=True)) for row in rows}
+    assert cells["mlp"]["test accuracy"]
+    assert not cells["autoencoder"]["test accuracy"].strip("–-")
+    assert all(row["test loss"] for row in cells.values())

@@ -11,6 +11,7 @@ from descent import LSTM, descend, start
 from implementations import normal, seeded, step_inputs
 
 from l2lopt import LearnedOptimizer, optimisers
+from l2lopt.core.errors import UserError
 from l2lopt.core.layout import Layout
 from l2lopt.optimisers import inputs
 
@@ -147,3 +148,40 @@ def test_a_rule_that_sees_the_loss_takes_one_that_is_not_finite_for_1(bad, dtype
     rule = inputs.Loss()
     seen = step_inputs(normal(3), normal(3), 1, torch.tensor([bad, 0.5], dtype=torch.float64)[0])
     assert rule(seen, {})[0][:, 0].tolist() == [0.0, 1.0]
+
+
+class Polyak(optimisers.Optimiser):
+    """A step of the loss over the squared norm of the gradient."""
+
+    coordinatewise = False
+    needs_loss = True
+
+    def init(self, layout, batch=(), *, like=None, total_steps=None):
+        return optimisers.SGD(1.0).init(layout, batch, like=like)
+
+    def update(self, grads, state, params, *, loss=None):
+        return -grads * (loss / grads.square().sum(-1))[..., None], state
+
+
+def test_a_fallback_that_needs_the_loss_asks_for_it():
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer = LearnedOptimizer([param], "dowg", fallback=Polyak())
+    param.grad = torch.ones(3)
+    with pytest.raises(UserError, match="input 'loss': expected the loss of this step, found none"):
+        optimizer.step()
+    optimizer.step(loss=1.0)
+    before = param.detach().clone()
+    optimizer.step(loss=1e6)  # the fallback from here on
+    laws.assert_close(param.detach() - before, torch.full((3,), -1e6 / 3), 1e-6)
+
+
+def test_the_end_of_a_fallback_is_told(caplog):
+    """And not that of the rule, which stands still."""
+    param = torch.nn.Parameter(torch.ones(3, 2))
+    optimizer = LearnedOptimizer([param], "dowg", fallback="normalised-muon", steps=3)
+    for step in range(5):
+        param.grad = torch.ones(3, 2)
+        optimizer.step(loss=math.nan if step == 1 else 1.0)
+    (told,) = [message for message in warnings_of(caplog) if "updates are 0" in message]
+    assert "after 3 steps" in told
+    assert "this is step 4" in told

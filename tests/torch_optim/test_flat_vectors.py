@@ -9,10 +9,12 @@ import torch
 from descent import LSTM, RULES, descend, each_optimiser, start
 from implementations import OPTIMISERS, normal
 
-from l2lopt import LearnedOptimizer
+from l2lopt import LearnedOptimizer, optimisers
+from l2lopt.core.kinds import Role
 from l2lopt.core.types import OptimiserState
 from l2lopt.optimisers.base import Optimiser, zeros
 from l2lopt.torch_optim import blocks
+from l2lopt.torch_optim.flat_vectors import FlatVector
 
 
 @each_optimiser
@@ -151,3 +153,15 @@ def test_what_all_coordinates_share_moves_once_a_step_however_many_blocks(monkey
         optimizer = LearnedOptimizer(params.values(), LossAverage(), state_dtype="bfloat16")
         found.append((descend(params, optimizer, range(3)), optimizer.state[params["matrix"]]["average"]))
     laws.assert_close(*found)
+
+
+def test_a_state_follows_its_parameters_to_another_device():
+    """On a machine without a GPU, "meta" is the other device."""
+    rule, param = optimisers.make("adam", lr=0.1), torch.nn.Parameter(torch.ones(3))
+    vector = FlatVector({"p": param}, [{}], (1,), (Role("vector"),))
+    vector.update_(rule, "", torch.float32, torch.ones(3), torch.ones(3), None)
+    moved = FlatVector({"p": param}, vector.states, (1,), (Role("vector"),))
+    state = moved._join(rule, "", torch.float32, torch.ones(3, device="meta"))
+    values = [*state.coordinates.values(), *state.shared.values()]
+    assert {value.device.type for value in values} == {"meta"}
+    assert len(values) > 2

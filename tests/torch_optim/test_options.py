@@ -119,6 +119,10 @@ def test_groups_have_rules_of_their_own(lr, tmp_path):
         ),
         ({"state_dtype": "float61"}, r"state_dtype: expected a known name, found 'float61'; did you mean"),
         ({"fallback": "adamm"}, r"optimiser: expected a known name, found 'adamm'; did you mean 'adam'"),
+        (
+            {"fallback": {"name": "sgd", "lr": torch.ones(2)}},
+            r"fallback: expected a rule with one rate",
+        ),
         ({"fallback": LSTM()}, r"fallback: expected a hand-made optimiser, found Coordinatewise"),
         ({"weights": {"name": "adam"}}, r"optimiser 'adam': lr: expected a value, found none"),
         ({"capturable": True}, r"capturable: expected False, found True; .* on the host"),
@@ -359,3 +363,33 @@ def test_an_option_may_be_a_tensor_of_one_number_of_any_shape(name):
         found.append(param.detach())
     torch.testing.assert_close(found[1], found[0])
     torch.testing.assert_close(found[2], found[0])
+
+
+@pytest.mark.parametrize("name", ["normalised-muon", "hierarchical"])
+def test_a_rule_that_goes_on_after_its_end_is_not_said_to_stand(name, caplog):
+    param = nn.Parameter(torch.ones(3, 2))
+    optimizer = LearnedOptimizer([param], {"name": name, "schedule": "constant"}, steps=2)
+    for _ in range(4):
+        before, param.grad = param.detach().clone(), torch.ones(3, 2)
+        optimizer.step()
+        assert not param.equal(before)
+    assert not [record.message for record in caplog.records if record.levelno == logging.WARNING]
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (2,)])
+def test_a_rule_is_made_on_the_cpu_whatever_the_default_device(shape):
+    """Models are made on "meta", and "cuda" as the default would draw φ from the user's own generator."""
+    hashes = set()
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            rules = ["lstm", {"name": "coordinatewise"}, {"name": "hierarchical", "head_scale": 1.0}, "normalised-muon"]
+            made = [LearnedOptimizer([nn.Parameter(torch.ones(shape, device="cpu"))], rule) for rule in rules]
+            hashes.add(tuple(one.param_groups[0]["weights"] for one in made))
+            assert {value.device.type for value in optimisers.make("small-fc").phi().values()} == {"cpu"}
+    assert len(hashes) == 1
+
+
+@pytest.mark.parametrize("given", [None, 3, optimisers.SGD(0.1)])
+def test_what_is_no_name_and_no_file_is_refused(given):
+    with pytest.raises(UserError, match="weights: expected a name or a file, found a "):
+        files.load(given)

@@ -426,3 +426,30 @@ def test_what_is_told_between_two_steps_counts_at_once():
             optimizer.step()
         found.append(weight.detach())
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("sequence", [list, tuple])
+def test_a_list_and_a_tuple_are_of_the_first_parameters_alone(sequence):
+    params = [nn.Parameter(torch.ones(shape)) for shape in ((8, 2), (4,), (6, 2))]
+    optimizer = LearnedOptimizer(params[:2], kind=sequence(["embedding", "vector"]))
+    optimizer.add_param_group({"params": params[2:]})
+    assert [group["kind"] for group in optimizer.param_groups] == [["embedding", "vector"], None]
+
+
+def test_modules_are_what_groups_are_made_of():
+    layers = [nn.Linear(3, 2), nn.Linear(2, 1)]
+    (group,) = parameter_groups(layers)
+    assert [name for name, _ in group["params"]] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    with pytest.raises(UserError, match="expected a module, or a list of modules, found a generator; give the model"):
+        parameter_groups(layers[0].parameters())
+
+
+def test_a_parameter_that_is_appended_to_a_group_is_trained():
+    model, added = nn.Linear(3, 2), nn.Parameter(torch.ones(4))
+    optimizer = LearnedOptimizer(model)
+    optimizer.param_groups[0].update(kind=None, split=None)
+    optimizer.param_groups[0]["params"].append(added)
+    model(torch.ones(1, 3)).sum().backward()
+    added.grad = torch.ones(4)
+    optimizer.step()
+    assert (added < 1).all()

@@ -53,3 +53,18 @@ def test_names_in_another_order_are_refused(truncation):
     runs = InnerRuns(OPTIMISERS["coordinatewise additive"](), [problem], Backprop(), settings, 1, seed=0)
     with pytest.raises(UserError, match="expected names and order of init, found others after an update; return the"):
         runs.unroll(1)
+
+
+@pytest.mark.parametrize("end", [{"end": 1.0}, {"end_heldout": 0.5}])
+def test_the_end_weighs_the_same_however_a_run_is_cut(end):
+    """Beside the mean over the steps, which every unroll of the run has."""
+    found = {}
+    for truncation in (2, 3, None):
+        settings = UnrollSettings(length=6, truncation=truncation, targets={"next": 0.0, **end})
+        rule = OPTIMISERS["coordinatewise additive"]()
+        runs = InnerRuns(rule, [OPTIMISEES["quadratic"]()], Backprop(), settings, 1, seed=0)
+        found[truncation] = [summary.meta_loss for n in range(6 // (truncation or 6)) for summary in runs.unroll(n + 1)]
+        assert not any(found[truncation][:-1])  # alone, so that all of it is in the last unroll
+    assert found[None][0] > 0
+    for losses in found.values():
+        laws.assert_close(losses[-1] / len(losses), found[None][0])
