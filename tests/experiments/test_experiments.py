@@ -205,7 +205,7 @@ def test_a_trained_optimiser_is_meta_trained_further(run, tmp_path):
 
 
 def test_weights_that_were_changed_since_are_noticed(run, tmp_path):
-    """Those that a meta-training has begun with: its checkpoint is not gone on from with others. The place may change."""
+    """Those that a meta-training has begun with: its checkpoint is not gone on from with others, wherever they are."""
     start = tmp_path / "start.safetensors"
     start.write_bytes((run / "optimiser.safetensors").read_bytes())
     further = {**tomllib.loads(configs.dump(configs.load(RECIPE, SMALL))), "optimiser": {"weights": str(start)}}
