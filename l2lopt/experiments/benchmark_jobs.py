@@ -5,6 +5,7 @@ import json
 import logging
 import platform
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
@@ -117,12 +118,12 @@ def make_runs(
     competitors = plan.suite.competitors
     pairs = [(task, competitor) for task in range(len(plan.tasks)) for competitor in range(len(competitors))]
     times = processes.on_first(lambda: step_times(plan, pairs, report))
-    processes.on_first(lambda: _log_forecast(plan, times, jobs))
     tuning = [
         Job(task, competitor, "tuning")
         for task, competitor in pairs
         if plan.tasks[task].split == "meta-training" and "self-tuned" in competitors[competitor].leagues
     ]
+    processes.on_first(lambda: _log_forecast(plan, times, tuning, jobs))
     run_jobs(partial(make_job, plan), tuning, jobs, report)
     rates = _self_tuned_rates(plan, tuning)
     reported = [Job(task, competitor, "runs", rates.get(competitor)) for task, competitor in pairs]
@@ -160,18 +161,18 @@ def _task_runs(plan: Plan, job: Job, report: Report, only_cached: bool = False) 
         return protocol.task_runs(made, _info(plan, job.task), problems, job.self_tuned)
 
 
-def _rates_tried(plan: Plan, job: Job, report: Report) -> dict[float, float]:
+def _rates_tried(plan: Plan, job: Job, report: Report, only_cached: bool = False) -> dict[float, float]:
     """The losses of a competitor's rates on a task, read from the cache where they are there."""
     with cpu_threads(1):
         made = protocol.entry(plan.suite.competitors[job.competitor], optimisee_of(plan.tasks, job.task))
-        return protocol.rates_tried(made, _problems(plan, job, made, report))
+        return protocol.rates_tried(made, _problems(plan, job, made, report, only_cached))
 
 
-def _self_tuned_rates(plan: Plan, tuning: Sequence[Job]) -> dict[int, float]:
+def _self_tuned_rates(plan: Plan, tuning: Sequence[Job], only_cached: bool = False) -> dict[int, float]:
     """Number of a competitor → the rate of its self-tuned league."""
     losses: dict[int, dict[str, dict[float, float]]] = {}
     for job in tuning:
-        losses.setdefault(job.competitor, {})[plan.tasks[job.task].name] = _rates_tried(plan, job, silent)
+        losses.setdefault(job.competitor, {})[plan.tasks[job.task].name] = _rates_tried(plan, job, silent, only_cached)
     return {competitor: protocol.self_tuned_rate(by_task) for competitor, by_task in losses.items()}
 
 
@@ -253,13 +254,19 @@ def step_times(
     return found
 
 
-def _log_forecast(plan: Plan, times: Mapping[tuple[int, int], StepTime], jobs: int) -> None:
+def _log_forecast(plan: Plan, times: Mapping[tuple[int, int], StepTime], tuning: Sequence[Job], jobs: int) -> None:
     """Logs how long all runs that are not cached will take; with several ranks, how long all take."""
     seconds, missing = 0.0, 0
+    looks = processes.ranks() == 1  # several share out what is read, too, and this one is alone here
+    rates: dict[int, float] = {}
+    self_tuned = {job.competitor for job in tuning}
+    for number in self_tuned if looks else ():
+        with suppress(MissingRunError):
+            rates |= _self_tuned_rates(plan, [job for job in tuning if job.competitor == number], only_cached=True)
     for (task, number), time in times.items():
-        if processes.ranks() == 1:  # several share out what is read, too, and this one is alone here
+        if looks and (number in rates or number not in self_tuned):
             try:
-                _task_runs(plan, Job(task, number), silent, only_cached=True)
+                _task_runs(plan, Job(task, number, self_tuned=rates.get(number)), silent, only_cached=True)
                 continue
             except MissingRunError:
                 pass

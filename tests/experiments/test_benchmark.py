@@ -323,6 +323,21 @@ def test_half_precision_is_refused_before_any_run(tmp_path):
         l2lopt.benchmark(tasks={"half": task}, folder=tmp_path / "run", steps=2)
 
 
+def test_the_self_tuned_league_is_in_the_forecast(tmp_path, made, caplog):
+    """Without it the answer would be that nothing is to be run, while its rates and its runs are still to be made."""
+    changes = [change for change in CHANGES if not change.startswith("competitors")]
+    caplog.set_level(logging.INFO, "l2lopt")
+    for leagues, count in (('"untuned"', 2), ('"untuned", "self-tuned"', 2), ('"untuned", "self-tuned"', 0)):
+        caplog.clear()
+        made.clear()
+        competitor = f'{{optimiser="sgd", rates=[0.01, 0.02], untuned=0.01, leagues=[{leagues}]}}'
+        l2lopt.benchmark("smoke", tmp_path / "run", changes=[*changes, f"competitors=[{competitor}]"], steps=8)
+        told = [text for text in caplog.messages if "pairs of task and optimiser to run" in text]
+        assert len(told) == int(count > 0)
+        assert all(text.startswith(f"{count} of 2 pairs") for text in told)
+        assert bool(made) == (count > 0)
+
+
 def test_several_ranks_forecast_without_sharing_out_anything(tmp_path, monkeypatch, caplog):
     """The first alone forecasts: what it shared out, the others would never answer."""
     suite = benchmarks.load_suite("smoke", CHANGES)[1]
@@ -330,7 +345,7 @@ def test_several_ranks_forecast_without_sharing_out_anything(tmp_path, monkeypat
     monkeypatch.setattr(benchmark_jobs.processes, "ranks", lambda: 2)
     monkeypatch.setattr(benchmark_jobs, "_task_runs", None)
     with caplog.at_level(logging.INFO, "l2lopt"):
-        benchmark_jobs._log_forecast(plan, {(0, 0): benchmark_jobs.StepTime(1e-3, 1e-3)}, 1)
+        benchmark_jobs._log_forecast(plan, {(0, 0): benchmark_jobs.StepTime(1e-3, 1e-3)}, [], 1)
     assert "1 of 1 pairs" in caplog.text
     assert "shared by 2 processes" in caplog.text
 
