@@ -42,6 +42,8 @@ class Reparametrised(Optimisee):
             remedy = "change the value"
             raise UserError("augmented: reparametrised", expected="at least 1", found=str(scale), remedy=remedy)
         self.problem, self.scale = problem, scale
+        # Of one inside another each has factors of its own.
+        self._prefix: str = _FACTOR + (problem._prefix if isinstance(problem, Reparametrised) else "")
 
     def init(self, seed: int) -> tuple[Params, Aux]:
         """θ/c, and the problem's aux with c."""
@@ -50,7 +52,7 @@ class Reparametrised(Optimisee):
         drawn = (2 * torch.rand(len(params), generator=source, dtype=torch.float64) - 1) * log(self.scale)
         factors = {name: one.exp().to(value) for (name, value), one in zip(params.items(), drawn, strict=True)}
         scaled = {name: value / factors[name] for name, value in params.items()}
-        return scaled, aux | {f"{_FACTOR}{name}": value for name, value in factors.items()}
+        return scaled, aux | {f"{self._prefix}{name}": value for name, value in factors.items()}
 
     def batch(self, split: Split, seed: int, step: int) -> Batch:
         """The problem's."""
@@ -111,9 +113,9 @@ class Reparametrised(Optimisee):
 
     def _apart(self, params: Params, aux: Aux) -> tuple[Aux, Aux, Params]:
         """The problem's aux, the factors, and c·θ."""
-        factors = {name: value for name, value in aux.items() if name.startswith(_FACTOR)}
+        factors = {f"{self._prefix}{name}": aux[f"{self._prefix}{name}"] for name in params}
         own = {name: value for name, value in aux.items() if name not in factors}
-        return own, factors, {name: aux[f"{_FACTOR}{name}"] * value for name, value in params.items()}
+        return own, factors, {name: factors[f"{self._prefix}{name}"] * value for name, value in params.items()}
 
 
 def changed_samples(

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
 
 from l2lopt.core.layout import Params
 from l2lopt.core.settings import Settings
-from l2lopt.core.types import Report
+from l2lopt.core.types import Aux, Report
 
 Result: TypeAlias = Mapping[str, Any]
 """The result of one run in a study, by name: whatever JSON can say. A number that is not finite is None."""
@@ -19,6 +19,10 @@ class TrainedRun(Protocol):
     @property
     def params(self) -> Params:
         """Final parameters."""
+
+    @property
+    def aux(self) -> Aux:
+        """The loss's own state beside them."""
 
     @property
     def step(self) -> int:

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from l2lopt.core.choices import checks_words
 from l2lopt.core.errors import UserError, above_0
@@ -132,7 +133,8 @@ class EvolutionStrategies(MetaGradientEstimator):
         members = [row_of(state["carries"], index) if self.persistent else carry for index in range(2 * pairs)]
         steps = list(steps)  # an iterator can be read once, and every group of runs needs the same batches
         ends = self.run_members(update, loss, rules, [*members, carry], steps)
-        values, after = ends.values, ends.carries[-1]
+        # A copy: the row is a view that would keep the memory of all other rows.
+        values, after = ends.values, pytree.tree_map_only(Tensor, Tensor.clone, ends.carries[-1])
         xi = {name: state["summed"][name] + e for name, e in noise.items()} if self.persistent else noise
         weight = self._shaped(values[:pairs], values[pairs:-1], len(steps)) / (2 * pairs * self.sigma**2)
         gradient = {name: torch.tensordot(weight.to(value), value, 1) for name, value in xi.items()}

@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
+import optimisees
+from l2lopt.core import registry
 from l2lopt.core.errors import UserError, above_0
 from l2lopt.experiments import from_python
 from l2lopt.experiments.config import training_config
@@ -96,8 +98,11 @@ def _sample(folder: Path, kind: Literal["text", "images"], request: SampleReques
         expected = _SAMPLED[kind] if made.sample_kind else "a trained language model or DRAW"
         found = f"the run of another optimisee, {made.__name__ if from_python.is_object(choice) else name}"
         raise UserError(str(folder), expected=expected, found=found, remedy=f"give the folder of {expected}")
+    call, expected = "generate" if kind == "text" else "sample_images", "a run of a named class of optimisees"
     if from_python.is_object(choice):  # of which a config knows no options
-        found, call = f"one made in Python, a {made.__name__}", "generate" if kind == "text" else "sample_images"
         remedy = f"call {call} on that object, with the parameters of l2lopt.load_trained"
-        raise UserError(str(folder), expected="a run of a named optimisee", found=found, remedy=remedy)
+        raise UserError(str(folder), expected=expected, found=f"one made in Python, a {made.__name__}", remedy=remedy)
+    if registry.find(optimisees.OPTIMISEES, "optimisee", str(name)) is not made:  # a function has options of its own
+        remedy = f"call {call} on the optimisee that l2lopt.load_trained gives, with the parameters beside it"
+        raise UserError(str(folder), expected=expected, found=f"one of the function {name!r}", remedy=remedy)
     return made.sample(finished, request)

@@ -61,8 +61,8 @@ def run(
 ) -> tuple[Tensor, CellState]:
     """`by_hand.run` on a GPU, replayed from a graph for training calls of a kind that was seen before.
 
-    All other calls run without a graph. Outputs are copies. There is no second derivative, as for cuDNN's LSTM. If
-    recording fails, a warning is logged once for the cell, which then runs without graphs.
+    All other calls run without a graph. Outputs and gradients are copies. There is no second derivative, as for
+    cuDNN's LSTM. If recording fails, a warning is logged once for the cell, which then runs without graphs.
 
     Args:
         cell: Cell to run.
@@ -101,9 +101,17 @@ def _apply(call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
     with torch.autocast(tensors[0].device.type, enabled=False):
         results = graph.run(*lengths, *tensors)
     # The node lives as long as anything that was computed from the outputs, so its end frees the graph's memory.
-    graph.holder = weakref.ref(results[0].grad_fn)
-    # Copies: the graph's own outputs are overwritten by its next call.
+    node = results[0].grad_fn
+    assert node is not None
+    graph.holder = weakref.ref(node)
+    # Copies: the graph's own outputs are overwritten by its next call, and its gradients, which autograd would keep as
+    # they are in `.grad`, by the next backward pass.
+    node.register_hook(_copied)
     return tuple(result.clone() for result in results)
+
+
+def _copied(gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
+    return tuple(None if gradient is None else gradient.clone() for gradient in gradients)
 
 
 def _recorded(

@@ -204,6 +204,24 @@ def existing(path: Path, what: str, remedy: str) -> Path:
     return path
 
 
+def read_bytes(path: Path, what: str, remedy: str) -> bytes:
+    """The contents of a file that a user has named.
+
+    Args:
+        path: File.
+        what: Description of the file for the error, such as "a text".
+        remedy: Advice for the error.
+
+    Raises:
+        UserError: If it is missing, a folder, or cannot be read.
+    """
+    try:
+        return existing(path, what, remedy).read_bytes()
+    except OSError as error:
+        found = error.strerror or str(error)
+        raise UserError(str(path), expected=f"{what} that can be read", found=found, remedy=remedy) from None
+
+
 def existing_folder(path: Path) -> Path:
     """`path`, if it is a folder.
 

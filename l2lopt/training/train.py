@@ -114,11 +114,9 @@ def train(
     return loop.result(report)
 
 
-def _check_average(optimisee: Optimisee) -> None:
+def _check_average(aux: Aux) -> None:
     """Refuses averages of a model with batch norm, whose running statistics are those of the last parameters."""
-    parts = optimisee.module_parts()
-    layers = () if parts is None else parts.module.modules()
-    if any(getattr(layer, "running_mean", None) is not None for layer in layers):
+    if any(name.endswith("running_mean") for name in aux):
         expected, remedy = "a model without running statistics", "leave it out, or take another norm"
         raise UserError("train.average", expected=expected, found="batch norm, or its like", remedy=remedy)
 
@@ -150,9 +148,9 @@ class _Training:
         self, optimisee: Optimisee, factory: OptimizerFactory, settings: TrainSettings, seed: int, records: Recorder
     ) -> None:
         self.optimisee, self.settings, self.seed, self.records = optimisee, settings, seed, records
-        if settings.average is not None:
-            _check_average(optimisee)
         params, self.aux = optimisee.init(seed)
+        if settings.average is not None:
+            _check_average(self.aux)
         self.params = {name: value.clone().requires_grad_() for name, value in params.items()}
         self.optimizer = factory(list(self.params.items()))
         self.rates = [float(group["lr"]) for group in self.optimizer.param_groups]  # before any schedule

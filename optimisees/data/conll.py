@@ -1,6 +1,7 @@
 """Token files in CoNLL columns: a token a line, its BIO label in the last column, a blank line between sentences."""
 
 import importlib
+import os
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from l2lopt.core.errors import UserError, above_0, install
-from l2lopt.storage.run_log import existing
+from l2lopt.storage.run_log import read_bytes
 from optimisees.labelling.labelled import Classes, Labelled, Scores, Sequences
 
 UNKNOWN = "<unk>"
@@ -82,7 +83,7 @@ def read(path: str | Path, columns: int | None = None) -> list[list[Row]]:
     """
     sentences: list[list[Row]] = [[]]
     begun = False
-    for number, line in enumerate(_text(Path(path).expanduser()).rstrip(" \t\n").split("\n"), 1):
+    for number, line in enumerate(_text(Path(os.path.expanduser(path))).rstrip(" \t\n").split("\n"), 1):
         parts = re.split(r"[ \t]+", line.strip(" \t"))
         behind, begun = begun, parts[0] == DOCUMENT
         if begun or (behind and parts == [""]):
@@ -154,7 +155,7 @@ def _numbered(
 
 
 def _text(path: Path) -> str:
-    content = existing(path, "tokens and labels", "give the path of a file in CoNLL columns").read_bytes()
+    content = read_bytes(path, "tokens and labels", "give the path of a file in CoNLL columns")
     try:
         text = content.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:

@@ -94,7 +94,7 @@ def data_root(data: str | None = None, holds: str = "the data sets", make: bool 
     """
     named = data or os.environ.get("L2LOPT_DATA")
     if named:
-        folder = Path(named).expanduser()
+        folder = Path(os.path.expanduser(named))
         try:
             if make:
                 folder.mkdir(parents=True, exist_ok=True)

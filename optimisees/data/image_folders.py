@@ -66,8 +66,17 @@ def _is_divided(folder: Path) -> bool:
     """Whether a folder has train/ and test/; train/ among other classes is a class."""
     if not (folder / "train").is_dir():
         return False
-    others = {entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")}
+    others = {entry.name for entry in _entries(folder) if entry.is_dir() and not entry.name.startswith(".")}
     return "test" in others or others <= {"train", "val", "valid", "validation"}
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    """What lies in a folder, by name."""
+    try:
+        return sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError as error:
+        found = error.strerror or str(error)
+        raise UserError(str(folder), expected="a folder to read", found=found, remedy="make it readable") from None
 
 
 class _File(NamedTuple):
@@ -84,7 +93,7 @@ class _File(NamedTuple):
 
 def _listed(folder: Path) -> list[_File]:
     """The images of the class folders in `folder`, by class and name; without any, its own as one class."""
-    places = sorted(entry.name for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
+    places = [entry.name for entry in _entries(folder) if entry.is_dir()] if folder.is_dir() else []
     found = {place: _within(folder, place) for place in places if not place.startswith(".")}
     files = [file for own in found.values() for file in own]
     if files and (without := [place for place, own in found.items() if not own]):
@@ -101,7 +110,7 @@ def _listed(folder: Path) -> list[_File]:
 def _within(folder: Path, label: str) -> list[_File]:
     """The images of a class folder, by name; what else lies in it is logged."""
     files, passed = [], Counter[str]()
-    for entry in sorted(os.scandir(folder / label), key=lambda entry: entry.name):
+    for entry in _entries(folder / label):
         if entry.name.startswith("."):  # as macOS leaves them
             continue
         if not entry.name.lower().endswith(_ENDINGS):

@@ -46,7 +46,7 @@ def load(
         return _reduced(photographs(), size)
     if dataset in _SETS:
         return _reduced(_SETS[dataset](data_root(data, _HOLDS[dataset], download), download), size)
-    folder = Path(dataset).expanduser()
+    folder = Path(os.path.expanduser(dataset))  # not `Path.expanduser`: it raises for a user that is none
     if not os.path.isdir(folder):  # not `Path.is_dir`: it raises for a name that no folder can have
         known = (*_SETS, PHOTOGRAPHS)
         expected = f"one of {', '.join(known)}, or a folder of class folders"

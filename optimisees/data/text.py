@@ -14,7 +14,7 @@ from torch import Tensor
 from l2lopt.core import registry
 from l2lopt.core.errors import UserError, above_0
 from l2lopt.core.registry import Choice
-from l2lopt.storage.run_log import existing
+from l2lopt.storage.run_log import read_bytes
 from optimisees.data.artificial_text import artificial_texts
 
 Unit: TypeAlias = Literal["word", "character"]
@@ -131,7 +131,7 @@ def files(train: str, valid: str, test: str, unit: Unit = "word", minimum: int =
     if minimum > 1 and unit == "character":
         found, remedy = str(minimum), "leave it out, or take words"
         raise UserError("text: minimum", expected="1 with characters", found=found, remedy=remedy)
-    texts = [_read(Path(path).expanduser(), unit) for path in (train, valid, test)]
+    texts = [_read(Path(os.path.expanduser(path)), unit) for path in (train, valid, test)]
     if minimum == 1:
         vocabulary = Vocabulary.of(texts, unit)
         return Corpus(vocabulary, *(vocabulary.encode(split(text, unit)) for text in texts))
@@ -210,7 +210,7 @@ def _tokens(line: str, unit: Unit) -> list[str]:
 
 
 def _read(path: Path, unit: Unit) -> str:
-    content = existing(path, "a text", "give the path of a text file").read_bytes()
+    content = read_bytes(path, "a text", "give the path of a text file")
     if not content:
         raise UserError(str(path), expected="a text", found="an empty file", remedy="give another file")
     try:

@@ -1,9 +1,8 @@
 """The activity at every time step of UCI HAR: the subjects' signals, joined from their windows, in pieces."""
 
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import partial
 from itertools import groupby
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -37,7 +36,7 @@ def activities(
         UserError: For missing or damaged files, subjects without a window, and if no others are left.
     """
     above_0("har", length=length)
-    rest, tested = _windows(data_root(root)).split(test)
+    rest, tested = har.load(data_root(root)).split(test)
     train, held_out = rest.split(valid)
     first, second, third = (_pieces(part.standardised(train), length) for part in (train, held_out, tested))
     return Labelled(train.activities, first, second, third, partial(by_position, train.activities), rate=RATE)
@@ -53,12 +52,6 @@ def signals(windows: har.Windows) -> dict[int, tuple[Tensor, Tensor]]:
         labels = [torch.cat([one.labels[:1], one.labels]).repeat_interleave(half) for one in recordings]
         found[subject] = torch.cat([one.signals.T for one in recordings]), torch.cat(labels)
     return found
-
-
-@lru_cache(maxsize=1)
-def _windows(root: Path) -> har.Windows:
-    """Read once in a process: the files are text of some 60 MB, and a study builds its task many times."""
-    return har.load(root)
 
 
 def _pieces(windows: har.Windows, length: int) -> Sequences:

@@ -9,6 +9,7 @@ from pydantic import Field, PositiveInt
 from l2lopt.core.errors import UserError
 from l2lopt.core.references import Column, Reference, References, Result, StudyRun
 from l2lopt.core.types import Report
+from l2lopt.optimisee import evaluate_split
 from optimisees.data.text import EOS
 from optimisees.language.n_grams import KneserNey
 
@@ -39,14 +40,16 @@ class NGrams(References):
         return [Reference(f"{order}-gram", label, f"{order}-gram") for order, label in labels.items()]
 
     def depends_on(self, kind: str) -> dict[str, Any]:
-        """The order of an n-gram model."""
-        return {} if kind == "trained" else {"kind": kind}
+        """The order of an n-gram model; of a trained one that it is read on the validation text whatever it watched."""
+        return {"valid": "heldout"} if kind == "trained" else {"kind": kind}
 
     def result(self, optimisee: Any, run: StudyRun, report: Report) -> Result:
         """Perplexities "valid" and "test"; of a trained model its "counts" of parameters and "speed" too."""
         if run.trained is None:
             return n_gram(optimisee, int(run.kind.removesuffix("-gram")))
-        valid, test = (facts["perplexity"] for facts in (run.trained.watched, run.trained.metrics))
+        # What training has watched is the test text where nothing is chosen by it.
+        valid = evaluate_split(optimisee, "heldout", run.seed, run.trained.params, run.trained.aux)["perplexity"]
+        test = run.trained.metrics["perplexity"]
         return {"valid": valid, "test": test, "counts": list(optimisee.counts()), "speed": run.trained.speed}
 
     def columns(self, result: Result) -> Sequence[Column]:

@@ -45,7 +45,7 @@ def all_warped(inputs: Tensor, band: int, report: Report = silent, size: int = 2
     n, done = len(inputs), 0
     found, (i, j) = torch.zeros(n, n, dtype=inputs.dtype), torch.triu_indices(n, n, 1)
     for rows, columns in zip(i.split(size), j.split(size), strict=True):
-        found[rows, columns] = found[columns, rows] = warped(inputs[rows], inputs[columns], band)
+        found[rows, columns] = found[columns, rows] = warped(inputs[rows], inputs[columns], band).to(found.device)
         done += len(rows)
         report("time warping", done, len(i), {})
     return found

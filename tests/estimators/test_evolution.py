@@ -6,6 +6,7 @@ import laws
 import pytest
 import torch
 from implementations import EVOLUTION, RANDOM_ESTIMATORS, Problem, problem
+from torch.utils import _pytree as pytree
 
 from l2lopt import estimators, kernels, optimisers
 from l2lopt.core.errors import UserError
@@ -35,6 +36,14 @@ def test_pieces_make_the_whole(make, length):
 @each_estimator
 def test_changes_nothing(make):
     laws.assert_estimator_changes_nothing(make(), problem())
+
+
+@each_estimator
+def test_a_carry_has_memory_of_its_own(make):
+    """And does not keep that of all perturbed runs from one call to the next."""
+    carry = laws.run(make(), problem()).carry
+    for value in pytree.tree_leaves(carry):
+        assert not isinstance(value, torch.Tensor) or value.untyped_storage().nbytes() <= value.nbytes
 
 
 @each_estimator

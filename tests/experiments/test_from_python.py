@@ -183,6 +183,30 @@ def test_an_object_of_the_librarys_classes_has_their_files_and_says_how_to_sampl
         l2lopt.sample(tmp_path / "labels")
 
 
+DRAWN = """
+import optimisees, torch
+from optimisees.data.datasets import InMemory
+
+def mine(size: int = 2, device: str = "cpu") -> optimisees.Draw:
+    images, labels = torch.randint(255, (6, 1, 5, 5), dtype=torch.uint8), torch.arange(6) % 2
+    samples = InMemory(images, labels, images, labels)
+    return optimisees.Draw(samples, hidden_size=size, latent_size=2, steps=2, batch_size=3)
+"""
+
+
+def test_what_a_function_has_made_is_sampled_in_python(tmp_path, monkeypatch):
+    """Its options are not those of the class, which would be built of its default sizes."""
+    (tmp_path / "drawn_by_me.py").write_text(DRAWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    problem = {"name": "drawn_by_me:mine", "size": 3}
+    l2lopt.train({"optimisee": problem, "optimiser": "torch.optim.Adam", "train": {"steps": 2}}, tmp_path / "run")
+    message = "found one of the function 'drawn_by_me:mine'; call sample_images on the optimisee that l2lopt.load_train"
+    with pytest.raises(UserError, match=message):
+        l2lopt.sample_images(tmp_path / "run")
+    model = l2lopt.load_trained(tmp_path / "run")
+    assert len(model.optimisee.sample_images(model.params, 2)[0])
+
+
 def test_a_trained_model_is_loaded(tmp_path):
     """Also into a module of one's own, whose test-mode loss is then that of the run."""
     result = l2lopt.train(problem(), tmp_path / "run", optimiser=ADAM, changes=TRAIN)

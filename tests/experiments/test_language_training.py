@@ -417,3 +417,16 @@ def test_a_tie_is_neither_better_nor_worse():
 def test_warm_up_may_be_as_long_as_the_epochs(tmp_path):
     settings = config(tmp_path, epochs=400, warm_up=1500)
     assert build.build_training(configs.load(settings, kind=TrainConfig)).config.train.warm_up == 1500
+
+
+@pytest.mark.usefixtures("_without_figures")
+def test_the_validation_perplexity_is_that_of_the_validation_text(tmp_path):
+    """Where nothing is chosen by it, training watches the test text."""
+    runs = [{"label": "LSTM", "changes": ["optimisee.cell=lstm", "train.average=none"]}]
+    comparison_study.reproduce(study(tmp_path, runs=runs), tmp_path / "run")
+    found = json.loads((tmp_path / "run" / "table.json").read_text())["runs"]["LSTM"]["0"]
+    model = l2lopt.load_trained(tmp_path / "run" / "lstm-0")
+    for name, split in (("valid", "heldout"), ("test", "test")):
+        figures = evaluate_split(model.optimisee, split, 0, model.params, model.aux)
+        assert found[name] == pytest.approx(figures["perplexity"])
+    assert found["valid"] != pytest.approx(found["test"], rel=1e-4)

@@ -82,3 +82,15 @@ def test_the_data_set():
     assert sum(int(part.lengths.sum()) for part in (data.train, data.valid, data.test)) == steps
     for part in (data.train, data.valid, data.test):
         assert part.classes.unique().tolist() == list(range(6))
+
+
+def test_files_that_have_changed_are_read_again(tmp_path, monkeypatch):
+    """By a relative name, too, in another folder."""
+    found = []
+    for number in (1, 2):
+        (tmp_path / f"project{number}").mkdir()
+        small_har(tmp_path / f"project{number}" / "data", recordings=number, windows=3)
+        monkeypatch.chdir(tmp_path / f"project{number}")
+        data = activities(valid=[4], test=LEFT_OUT, length=1000, root="data")
+        found.append(int(data.train.lengths.sum()))
+    assert found[1] == 2 * found[0]

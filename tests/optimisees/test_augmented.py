@@ -149,3 +149,18 @@ def test_a_validation_set_is_permuted_as_the_others_are():
     made = augmented("test_augmented:with_validation", permuted_pixels=True)
     laws.assert_same(made.validation, tuple(made.data[2:]))
     assert not torch.equal(made.validation[0], with_validation().validation[0])
+
+
+def test_scales_go_inside_one_another():
+    """Each has factors of its own."""
+    inner = {"name": "augmented", "optimisee": DIGITS, "reparametrised": 3.0}
+    plain, twice = mlp(hidden=[4], dtype="float64"), augmented(inner, 2.0)
+    (params, aux), (changed, factors) = plain.init(1), twice.init(1)
+    batch = plain.batch("train", 1, 0)
+    loss, after = twice.loss(changed, factors, batch)
+    laws.assert_close(loss, plain.loss(params, aux, batch)[0])
+    assert after.keys() == factors.keys()
+    assert len(factors) == len(aux) + 2 * len(params)
+    for name, value in changed.items():
+        both = torch.stack([factor for key, factor in factors.items() if key.endswith(name)])
+        laws.assert_close(both.prod() * value, params[name])

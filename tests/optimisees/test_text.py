@@ -1,6 +1,7 @@
 """Texts: tokens and vocabularies, and every mistake in one line."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from l2lopt.core.errors import UserError
+from optimisees.data import conll, images
+from optimisees.data.datasets import data_root
 from optimisees.data.text import EOS, Corpus, Vocabulary, corpus, files, ptb, split
 
 UNITS = pytest.mark.parametrize("unit", ["word", "character"])
@@ -147,3 +150,24 @@ def test_decoding_puts_no_blanks_around_lines():
     vocabulary = Vocabulary.of(["a b"], "word")
     assert vocabulary.decode([0, 1, 2, 1, 2, 2, 0]) == "a b\nb\n\na"
     assert torch.equal(vocabulary.prompt("a b\nb\n\na"), torch.tensor([0, 1, 2, 1, 2, 2, 0]))
+
+
+@pytest.mark.parametrize("kind", ["text", "columns"])
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path, monkeypatch, kind):
+    (tmp_path / "a.txt").write_text("a O\n")
+
+    def refused(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    with pytest.raises(UserError, match="that can be read, found Permission denied; give the path of a"):
+        files(*[str(tmp_path / "a.txt")] * 3) if kind == "text" else conll.read(tmp_path / "a.txt")
+
+
+def test_a_home_of_nobody_is_one_line():
+    with pytest.raises(UserError, match=r"~no-such-user/a\.txt: expected a text, found nothing"):
+        files(*["~no-such-user/a.txt"] * 3)
+    with pytest.raises(UserError, match="found '~no-such-user/pets'"):
+        images.load("~no-such-user/pets")
+    with pytest.raises(UserError, match="found ~no-such-user, which is no folder"):
+        data_root("~no-such-user", "texts")

@@ -254,6 +254,16 @@ def test_bfloat16_inputs_under_autocast():
     assert_close((outputs, gradients["input"].float()), (expected[0], expected[2]["input"]), 0.02)
 
 
+@pytest.mark.parametrize("name", ["gru", "ihc-lstm"])
+def test_autocast_leaves_double_precision_as_it_is(name):
+    """As it does in every operation of PyTorch's, and so in the loop."""
+    cell = seeded(cells.make(name, 6, 6))
+    given = arguments(cell, 5, (3,))
+    exact = results(loop.run, cell, given)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_close(results(run, cell, given), exact, 1e-11)
+
+
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("batch", [(), (3,), (2, 3)], ids=str)
 def test_pytorchs_kernel_on_our_weights_equals_the_loop(reverse, batch):

@@ -18,7 +18,7 @@ DEVICE = "cuda" if CUDA else "cpu"
 
 
 class Recorded:
-    """What `torch.cuda.make_graphed_callables` gives: one memory for arguments, one for results."""
+    """What `torch.cuda.make_graphed_callables` gives: one memory for arguments, one for results, one for gradients."""
 
     made = 0
 
@@ -29,6 +29,7 @@ class Recorded:
         with torch.enable_grad():
             self.results = function(*samples)
         self.static = tuple(result.detach().clone() for result in self.results)
+        self.gradients = None
         recorder = self
 
         class Graphed(torch.autograd.Function):
@@ -47,8 +48,15 @@ class Recorded:
             @torch.autograd.function.once_differentiable
             def backward(ctx, *gradients):
                 needed = [value for value in recorder.inputs if value.requires_grad]
-                found = iter(torch.autograd.grad(recorder.results, needed, gradients, allow_unused=True))
-                return tuple(next(found) if value.requires_grad else None for value in recorder.inputs)
+                found = torch.autograd.grad(recorder.results, needed, gradients, allow_unused=True)
+                if recorder.gradients is None:
+                    recorder.gradients = [None if one is None else one.clone() for one in found]
+                for mine, one in zip(recorder.gradients, found, strict=True):
+                    assert (mine is None) == (one is None)
+                    if mine is not None:
+                        mine.copy_(one)
+                static = iter([None if one is None else one.detach() for one in recorder.gradients])
+                return tuple(next(static) if value.requires_grad else None for value in recorder.inputs)
 
         self.call = Graphed.apply
 
@@ -150,3 +158,24 @@ def test_what_cannot_be_recorded_goes_by_hand_and_says_so_once(monkeypatch, capl
         x = normal(5, 4, 3, seed=call).to(DEVICE)
         assert_close(gradients(graphed.run, cell, x), gradients(loop.run, cell, x), 1e-10)
     assert [record.getMessage() for record in caplog.records] == ["no CUDA graph of GRU: no capture today"]
+
+
+@pytest.mark.parametrize("size", [4, 16])
+def test_gradients_outlive_the_next_backward_pass(size):
+    """Those of several small batches are added up in `.grad`, which autograd lets be the very tensor it is given."""
+    cell = seeded(cells.make("gru", size, size)).to(DEVICE)
+    for call in range(5):
+        sums = []
+        for run in (graphed.run, loop.run):
+            cell.zero_grad()
+            for number in range(3):
+                x = normal(5, size, 3, seed=10 * call + number).to(DEVICE)
+                state = {
+                    name: 0.1 * torch.ones(n, 3, dtype=x.dtype, device=DEVICE) for name, n in cell.state_sizes.items()
+                }
+                run(cell, x, state, None, False)[0].square().sum().backward()
+            sums.append([value.grad.clone() for value in cell.parameters()])
+        assert_close(*sums, 1e-10)
+    assert made(cell) == 1
+    first, _ = (gradients(graphed.run, cell, normal(5, size, 3, seed=n).to(DEVICE))[1] for n in (1, 2))
+    assert_close(first, gradients(loop.run, cell, normal(5, size, 3, seed=1).to(DEVICE))[1], 1e-10)

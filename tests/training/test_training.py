@@ -203,13 +203,15 @@ def test_lbfgs_evaluates_as_often_as_it_likes_on_one_batch():
     assert result.metrics["loss"] < 1e-6
 
 
-def test_averages_are_refused_where_statistics_run():
+@pytest.mark.parametrize("changed", [False, True])
+def test_averages_are_refused_where_statistics_run(changed):
     """They would be those of the last parameters."""
     settings = TrainSettings(epochs=1, average=1)
-    with pytest.raises(
-        UserError, match=r"train\.average: expected a model without running statistics, found batch norm"
-    ):
-        training.train(optimisees.make("mlp", norm="batch"), partial(torch.optim.SGD, lr=0.1), settings)
+    problem = optimisees.make("mlp", norm="batch")
+    problem = optimisees.Reparametrised(problem, 2.0) if changed else problem
+    message = r"train\.average: expected a model without running statistics, found batch norm"
+    with pytest.raises(UserError, match=message):
+        training.train(problem, partial(torch.optim.SGD, lr=0.1), settings)
 
 
 def test_our_rules_see_the_loss():

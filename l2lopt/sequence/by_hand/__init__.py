@@ -43,9 +43,10 @@ def run(
     assert not isinstance(sweep, str)
     # One parameter may be two of the cell's weights, each of which the pass asks for by its name.
     kind, batch, weights = x.device.type, x.shape[2:], dict(cell.named_parameters(remove_duplicate=False))
-    autocast = torch.is_autocast_enabled(kind)
     # One weight stands for all: `backends.refusal` lets no cell through whose weights have several precisions.
     first = next(iter(weights.values()))
+    # Which leaves float64 as it is.
+    autocast = torch.is_autocast_enabled(kind) and first.dtype != torch.float64
     dtype = torch.get_autocast_dtype(kind) if autocast else first.dtype
     flat = None if lengths is None else lengths.reshape(-1)
     names = tuple(state)
