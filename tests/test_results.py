@@ -169,6 +169,32 @@ def test_the_validations_of_the_additive_rule_are_those_that_were_made():
         assert l2lopt.weights.files.header(path)["training"]["score"] == best
 
 
+def test_the_losses_of_the_additive_rule_are_those_that_are_said():
+    text = read("fig3-width16/README.md").partition("**The additive rule**")[2]
+    claims = (ROOT / "docs/claims.md").read_text(encoding="utf-8")
+    losses = {}
+    for row in csv.DictReader(read("fig3-width16/additive.csv").splitlines()):
+        own = losses.setdefault((row["optimiser"].partition(",")[0], row["split"], row["step"]), {})
+        own[row["seed"]] = float(row["loss"])
+    for cell in CELLS:
+        own = {split: losses[cell, split, "1000"] for split in ("train", "test")}
+        assert [*own["train"]] == [*own["test"]] == [*"012345"]
+        means = [f"{fmean(own[split].values()):.2f}" for split in own]
+        assert re.search(rf"the {cell} (ends )?at {means[0]} (in training\s+)?and {means[1]} ", text)
+        others = {said: OTHERS[said] for said in ("SGD", "Adam", "AdamW", "Muon")}
+        for said, other in {**others, "the paper's rule": f"{cell}, the paper's rule"}.items():
+            shown = [difference(None, other, split, own[split]) for split in own]
+            assert f"| {cell}, additive rule against {said} | {' | '.join(shown)} |" in text
+            if said in ("SGD", "Adam"):
+                assert all(one in claims for one in shown)
+    shown = []
+    for split in ("train", "test"):
+        pairs = zip(*(losses[cell, split, "1000"].values() for cell in CELLS), strict=True)
+        mean, low, high = interval([other - one for one, other in pairs])
+        shown.append(f"{mean:+.2f} [{low:.2f}, {high:.2f}]".replace("-", "−"))
+    assert f"| IHC-LSTM against LSTM, additive rule | {' | '.join(shown)} |" in text
+
+
 def test_what_further_meta_training_has_brought_is_what_was_recorded():
     text = read("fig3-width16/README.md")
     agreed = []
