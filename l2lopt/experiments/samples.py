@@ -102,7 +102,8 @@ def _sample(folder: Path, kind: Literal["text", "images"], request: SampleReques
     if from_python.is_object(choice):  # of which a config knows no options
         remedy = f"call {call} on that object, with the parameters of l2lopt.load_trained"
         raise UserError(str(folder), expected=expected, found=f"one made in Python, a {made.__name__}", remedy=remedy)
-    if registry.find(optimisees.OPTIMISEES, "optimisee", str(name)) is not made:  # a function has options of its own
+    entry, known = registry.find(optimisees.OPTIMISEES, "optimisee", str(name)), optimisees.OPTIMISEES.values()
+    if entry is not made and made in known:  # which is built anew of its options, and a function has others
         remedy = f"call {call} on the optimisee that l2lopt.load_trained gives, with the parameters beside it"
         raise UserError(str(folder), expected=expected, found=f"one of the function {name!r}", remedy=remedy)
     return made.sample(finished, request)
