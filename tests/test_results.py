@@ -247,6 +247,8 @@ def test_the_readme_has_the_losses_of_figure_3():
     assert readme_row("fig3-width16") == {name: table[name] for name in COLUMNS.values()}
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert f"S = 0.04, from which the rules begin, the harness has {table['harness, S = 0.04']} at width 16" in text
+    own = [table[f"{cell}, the paper's rule"] for cell in CELLS]
+    assert re.search(r"a network per coordinate, has {} \(LSTM\) and\s+{} \(IHC-LSTM\)".format(*own), text)
 
 
 def test_the_readme_has_the_perplexities_of_the_language_model():
