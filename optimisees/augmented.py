@@ -48,7 +48,7 @@ class Reparametrised(Optimisee):
     def init(self, seed: int) -> tuple[Params, Aux]:
         """θ/c, and the problem's aux with c."""
         params, aux = self.problem.init(seed)
-        source = generator("reparametrised", seed)
+        source = generator("reparametrised" + self._prefix.removeprefix(_FACTOR), seed)
         drawn = (2 * torch.rand(len(params), generator=source, dtype=torch.float64) - 1) * log(self.scale)
         factors = {name: one.exp().to(value) for (name, value), one in zip(params.items(), drawn, strict=True)}
         scaled = {name: value / factors[name] for name, value in params.items()}

@@ -201,7 +201,7 @@ def selected(wanted: list[str], catalogue: Catalogue) -> dict[str, Task]:
 
 def has_data(task: Task) -> bool:
     """Whether the data set that a task needs lies under L2LOPT_DATA, by its folder; its files are not looked at."""
-    root = os.environ.get("L2LOPT_DATA")
     if task.needs is None:
         return True
-    return root is not None and any((Path(root).expanduser() / folder).is_dir() for folder in _PATHS[task.needs])
+    root = os.environ.get("L2LOPT_DATA")
+    return root is not None and any(Path(os.path.expanduser(root), name).is_dir() for name in _PATHS[task.needs])

@@ -14,6 +14,7 @@ from l2lopt.experiments import build, run_folder, runs
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import Config
 from l2lopt.experiments.run_cache import contestant_caches
+from l2lopt.experiments.run_facts import weights_file
 from l2lopt.parallel import processes
 from l2lopt.parallel.jobs import run_jobs
 from l2lopt.parallel.threads import cpu_threads
@@ -25,7 +26,9 @@ PARTS: tuple[Part, ...] = ("rule", "baselines")
 def demo(
     run: str | Path = "runs/demo", *, changes: Sequence[str] = (), report: Report = silent
 ) -> tuple[Evaluation, list[Path]]:
-    """Meta-trains the demo's rule, compares it with tuned baselines, draws the curves; replaces an earlier demo.
+    """Meta-trains the demo's rule, compares it with tuned baselines, draws the curves.
+
+    An earlier demo as it is shipped, or with the same changes, is replaced.
 
     The baselines run in a process of their own, beside the meta-training.
 
@@ -35,8 +38,8 @@ def demo(
         report: Progress.
 
     Raises:
-        UserError: For a mistake in the changes, a folder that holds anything but an earlier demo, or several processes
-            of `torchrun`.
+        UserError: For a mistake in the changes, a folder that holds anything but such a demo, or several processes of
+            `torchrun`.
 
     Example:
         >>> import l2lopt
@@ -47,7 +50,8 @@ def demo(
     processes.alone("demo")
     config = configs.load(configs.demo(), changes)
     build.build(config)  # a mistake is said before anything is replaced
-    with run_folder.claimed(run, overwrite=_is_demo(Path(run), config), resume=False):
+    source = weights_file(config.optimiser)
+    with run_folder.claimed(run, overwrite=_is_demo(Path(run), config), resume=False, source=source):
         pass  # a folder that cannot be had is said before two processes have started, which takes seconds
     with TemporaryDirectory(prefix="l2lopt-demo-") as cache:
         run_jobs(partial(_make, config, Path(run), cache), PARTS, len(PARTS), report)
@@ -56,18 +60,23 @@ def demo(
 
 
 def _is_demo(folder: Path, config: Config) -> bool:
-    """Whether a folder holds a meta-training by the demo's recipe, as it is or with the same changes as this one.
+    """Whether a folder holds a meta-training, which must be the demo's as it is shipped, or with the same changes.
 
     `l2lopt meta-train demo` has the same default folder, and may have worked in it for hours.
+
+    Raises:
+        UserError: For another meta-training.
     """
+    shipped = configs.load(configs.demo())
     try:
         earlier = configs.meta_training_config(folder, ())
     except UserError:
         return False
-    recipes = [
-        (one.problems, one.optimiser, one.unroll, one.meta) for one in (earlier, config, configs.load(configs.demo()))
-    ]
-    return recipes[0] in recipes[1:]
+    said = [one.model_dump(exclude={"label", "device", "evaluation"}) for one in (earlier, config, shipped)]
+    if said[0] not in said[1:]:
+        remedy = "choose another --run, or remove the folder"
+        raise UserError(str(folder), expected="a demo with the same changes", found="another run", remedy=remedy)
+    return True
 
 
 def _make(config: Config, folder: Path, cache: str, part: Part, report: Report) -> None:

@@ -1,5 +1,6 @@
 """The learned optimiser of a run as a file for others."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def publish(run: str | Path, path: str | Path, **facts: Any) -> Path:
         >>> l2lopt.publish(run, "mine.safetensors", author="me")  # doctest: +SKIP
         PosixPath('mine.safetensors')
     """
-    folder, path = Path(run).expanduser(), Path(path).expanduser()
+    folder, path = Path(os.path.expanduser(run)), Path(os.path.expanduser(path))
     file = folder / "optimiser.safetensors"
     training = weights.header(file)["training"]
     config = meta_training_config(folder, ())

@@ -4,7 +4,7 @@ import csv
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain, takewhile
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -304,13 +304,15 @@ def draw_meta_training(folder: Path, title: str) -> list[Path]:
 
 
 def remove_events(folder: Path) -> None:
-    """Removes TensorBoard's events below a folder, and the folders that are then empty; all else there stays."""
+    """Removes TensorBoard's events below a folder, and the folders that are then empty; all else there stays.
+
+    What cannot be removed, such as a folder with the name of events, stays as well.
+    """
     for path in [*folder.glob("**/events.out.tfevents.*")]:
-        path.unlink()
-        for parent in takewhile(lambda one: one.is_relative_to(folder), path.parents):
-            if any(parent.iterdir()):
-                break
-            parent.rmdir()
+        with suppress(OSError):
+            path.unlink()
+            for parent in takewhile(lambda one: one.is_relative_to(folder), path.parents):
+                parent.rmdir()  # which a folder with anything in it refuses
 
 
 def leave_evaluation(folder: Path, result: Evaluation, own: str) -> None:

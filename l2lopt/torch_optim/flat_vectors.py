@@ -15,7 +15,6 @@ from l2lopt.core.types import OptimiserState
 from l2lopt.optimisers import Optimiser
 from l2lopt.torch_optim import sharding
 from l2lopt.torch_optim.blocks import Block, blocks_of, update_in_blocks_
-from l2lopt.torch_optim.options import is_past_end
 from l2lopt.torch_optim.state_check import OBSOLETE
 from l2lopt.torch_optim.state_parts import AXES, StateArray, arrays_of, shared_or_initial, with_arrays
 
@@ -35,8 +34,8 @@ class FlatVector:
         states: `state[p]` of each parameter.
         layout: Layout of the coordinates in this process.
         steps_made: Number of steps so far of each rule that has made one, by the prefix of its state.
-        ended: The rules whose last step was the first one after their end (see `options.is_past_end`) and whose update
-            was 0, by prefix: the numbers of steps so far and in all.
+        ended: The rules whose updates have been 0 since the last step that they were told, by prefix: its number. Who
+            has told so removes them.
 
     Args:
         params: Parameters by name.
@@ -67,7 +66,8 @@ class FlatVector:
         self._blocks: dict[str, list[Block]] = {}  # by prefix
         self._copies: Params = {}
         self.steps_made: dict[str, int] = {}
-        self.ended: dict[str, tuple[int, int]] = {}
+        self.ended: dict[str, int] = {}
+        self._judged: set[str] = set()  # prefixes of which is known whether they have ended
         self._ends: dict[str, int] = {}  # by prefix; 0 where it is not known
 
     def is_current(
@@ -161,20 +161,23 @@ class FlatVector:
             # or the past would be counted once for each of them.
             shared = {**shared, "skipped": before + shards.total(shared["skipped"] - before)}
         _store(shared, state.shared)
-        self._count(prefix, state.shared, update)
+        self._count(prefix, state.shared, update, grads)
         return update
 
-    def _count(self, prefix: str, shared: Params, update: Tensor) -> None:
-        """Counts a rule's steps on the host, as a look at the state waits for a GPU."""
-        if first := prefix not in self.steps_made:
+    def _count(self, prefix: str, shared: Params, update: Tensor, grads: Tensor) -> None:
+        """Counts a rule's steps on the host, as a look at the state waits for a GPU, and finds out whether it ended."""
+        if prefix not in self.steps_made:
             self.steps_made[prefix], self._ends[prefix] = (int(shared.get(key, 0)) for key in ("step", "total_steps"))
         else:
             self.steps_made[prefix] += 1
         made, end = self.steps_made[prefix], self._ends[prefix]
-        # A schedule may go on after the end, as "constant" does.
-        self.ended.pop(prefix, None)
-        if is_past_end(made, end, first) and not self.any_rank(update.any()):
-            self.ended[prefix] = made, end
+        if not 0 < end < made or prefix in self._judged:
+            return
+        # A schedule may go on after the end, as "constant" does. A step without a finite gradient does not tell.
+        moved = self.any_rank(update.any())
+        if moved or self.any_rank((grads.isfinite() & (grads != 0)).any()):
+            self._judged.add(prefix)
+            self.ended |= {} if moved else {prefix: end}
 
     def _join(self, rule: Optimiser, prefix: str, dtype: torch.dtype, like: Tensor) -> OptimiserState:
         """The state in `states`, or the rule's initial state, as buffers; `states` get views of them."""

@@ -275,10 +275,12 @@ class LearnedOptimizer(torch.optim.Optimizer):
                     is_late = not group["fallen_back"] and vector.steps_made[""] == LATE
                     late += [group] * (is_late and float(group.get("initial_lr", 0)) < SMALL)
                     # The rule stands still once the fallback has taken over.
-                    ended += [vector.ended.get("fallback." if group["fallen_back"] else "")]
+                    prefix = "fallback." if group["fallen_back"] else ""
+                    if end := vector.ended.pop(prefix, 0):
+                        ended += [(vector.steps_made[prefix], end)]
         warn_of_small_factors(late, self._rules)
-        if over := next(filter(None, ended), None):
-            warn_of_end(*over)
+        if ended:
+            warn_of_end(*ended[0])
         return result
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

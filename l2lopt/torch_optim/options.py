@@ -115,17 +115,6 @@ def warn_of_small_factors(groups: Sequence[Mapping[str, Any]], rules: Mapping[st
         log.warning(text, decays[0])
 
 
-def is_past_end(made: int, total: int, first: bool) -> bool:
-    """Whether a step is the first one after the last one that a rule was told, of a run or since its state was loaded.
-
-    Args:
-        made: Number of steps so far.
-        total: Number of steps in all; 0 where it is not known.
-        first: Whether it is the first step with this state or with this number of steps.
-    """
-    return total > 0 and (made == total + 1 or (first and made > total))
-
-
 def warn_of_end(made: int, total: int) -> None:
     """Logs a warning that updates are 0.
 

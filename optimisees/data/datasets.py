@@ -96,7 +96,7 @@ def data_root(data: str | None = None, holds: str = "the data sets", make: bool 
     if named:
         folder = Path(os.path.expanduser(named))
         try:
-            if make:
+            if make and not str(folder).startswith("~"):  # the home of a user that is none
                 folder.mkdir(parents=True, exist_ok=True)
             if folder.is_dir():
                 return folder

@@ -4,6 +4,7 @@
 """
 
 import hashlib
+import os
 from collections.abc import Iterable
 from functools import lru_cache
 from itertools import pairwise
@@ -109,7 +110,7 @@ def load(root: str | Path) -> Windows:
     Raises:
         UserError: For a missing file, and for a malformed one, by its name and what is wrong there.
     """
-    folder = Path(root).expanduser().absolute() / FOLDER
+    folder = Path(os.path.expanduser(root)).absolute() / FOLDER
     files = [(str(path), path.stat()) for path in sorted(folder.rglob("*.txt")) if path.is_file()]
     return _load(folder, tuple((name, facts.st_mtime_ns, facts.st_size) for name, facts in files))
 

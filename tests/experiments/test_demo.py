@@ -104,11 +104,24 @@ def test_another_run_is_not_replaced(tmp_path, monkeypatch):
     (run / "optimiser.safetensors").write_text("mine")
     with pytest.raises(UserError, match="expected a new or empty folder, found an earlier run"):
         l2lopt.demo(run)
-    for change in ("meta.updates=90", "optimiser.hidden_size=9"):  # l2lopt meta-train demo --set … has the same folder
+    message = "expected a demo with the same changes, found another run; choose another --run, or remove the folder"
+    # l2lopt meta-train demo --set … has the same folder
+    for change in ("meta.updates=90", "optimiser.hidden_size=9", "seed=5", "validation.seeds=99"):
         (run / "config.toml").write_text(configs.dump(configs.load(configs.demo(), [change])))
-        with pytest.raises(UserError, match="expected a new or empty folder, found an earlier run"):
+        with pytest.raises(UserError, match=message):
             l2lopt.demo(run)
     (run / "config.toml").write_text(configs.dump(configs.load(configs.demo())))
     with pytest.raises(UserError, match="device: expected a device of this machine"):
         l2lopt.demo(run, changes=["device=nowhere"])
     assert (run / "optimiser.safetensors").read_text() == "mine"
+
+
+def test_the_weights_that_a_demo_begins_from_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr("l2lopt.experiments.demo.run_jobs", lambda *_: pytest.fail("processes were started"))
+    run = tmp_path / "run"
+    l2lopt.meta_train("demo", run, changes=["meta.updates=1", *SMALL])
+    (run / "config.toml").write_text(configs.dump(configs.load(configs.demo())))
+    before = (run / "optimiser.safetensors").read_bytes()
+    with pytest.raises(UserError, match="expected weights from elsewhere, found the run's own"):
+        l2lopt.demo(run, changes=[f"optimiser={{weights='{run.as_posix()}'}}"])
+    assert (run / "optimiser.safetensors").read_bytes() == before

@@ -122,3 +122,13 @@ def test_events_alone_are_removed(tmp_path):
     for _ in range(2):
         remove_events(tmp_path / "tensorboard")
         assert not any(tmp_path.iterdir())
+
+
+def test_events_that_cannot_be_removed_stay(tmp_path):
+    """Nor does a folder that leads elsewhere end a report."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/events.out.tfevents.1").write_text("")
+    (tmp_path / "tensorboard").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    (tmp_path / "elsewhere/events.out.tfevents.2").mkdir()
+    remove_events(tmp_path / "tensorboard")
+    assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["events.out.tfevents.2"]

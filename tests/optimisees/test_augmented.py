@@ -1,5 +1,7 @@
 """Parametric families are functions of their number; changed problems are changed as they say, and no further."""
 
+from math import log
+
 import laws
 import pytest
 import torch
@@ -163,4 +165,6 @@ def test_scales_go_inside_one_another():
     assert len(factors) == len(aux) + 2 * len(params)
     for name, value in changed.items():
         both = torch.stack([factor for key, factor in factors.items() if key.endswith(name)])
+        first, second = both.log()
+        assert abs(first / log(3) - second / log(2)) > 1e-3
         laws.assert_close(both.prod() * value, params[name])

@@ -8,7 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import l2lopt
 from l2lopt.core.errors import UserError
+from l2lopt.evaluation.suites import Task, has_data
 from optimisees.data import conll, images
 from optimisees.data.datasets import data_root
 from optimisees.data.text import EOS, Corpus, Vocabulary, corpus, files, ptb, split
@@ -164,10 +166,15 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path, monkeypatch, kind):
         files(*[str(tmp_path / "a.txt")] * 3) if kind == "text" else conll.read(tmp_path / "a.txt")
 
 
-def test_a_home_of_nobody_is_one_line():
+def test_a_home_of_nobody_is_one_line(monkeypatch):
     with pytest.raises(UserError, match=r"~no-such-user/a\.txt: expected a text, found nothing"):
         files(*["~no-such-user/a.txt"] * 3)
     with pytest.raises(UserError, match="found '~no-such-user/pets'"):
         images.load("~no-such-user/pets")
     with pytest.raises(UserError, match="found ~no-such-user, which is no folder"):
-        data_root("~no-such-user", "texts")
+        data_root("~no-such-user", "texts", make=True)
+    assert not Path("~no-such-user").exists()
+    monkeypatch.setenv("L2LOPT_DATA", "~no-such-user")
+    assert not has_data(Task(optimisee="language-model", family="text", short=1, medium=1, long=1, needs="ptb"))
+    with pytest.raises(UserError, match="a learned optimiser"):
+        l2lopt.publish("~no-such-user", "mine.safetensors")

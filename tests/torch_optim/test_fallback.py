@@ -175,13 +175,14 @@ def test_a_fallback_that_needs_the_loss_asks_for_it():
     laws.assert_close(param.detach() - before, torch.full((3,), -1e6 / 3), 1e-6)
 
 
-def test_the_end_of_a_fallback_is_told(caplog):
-    """And not that of the rule, which stands still."""
+@pytest.mark.parametrize("lost", [1, 5])
+def test_the_end_of_a_fallback_is_told(lost, caplog):
+    """And not that of the rule, which stands still; also where the fallback takes over after its end."""
     param = torch.nn.Parameter(torch.ones(3, 2))
     optimizer = LearnedOptimizer([param], "dowg", fallback="normalised-muon", steps=3)
-    for step in range(5):
+    for step in range(8):
         param.grad = torch.ones(3, 2)
-        optimizer.step(loss=math.nan if step == 1 else 1.0)
+        optimizer.step(loss=math.nan if step == lost else 1.0)
     (told,) = [message for message in warnings_of(caplog) if "updates are 0" in message]
     assert "after 3 steps" in told
-    assert "this is step 4" in told
+    assert f"this is step {max(4, lost + 1)}" in told

@@ -266,6 +266,18 @@ def test_the_first_step_after_the_last_is_told_once(weights, caplog):
     assert "the run was to end after 4 steps, and updates are 0 from now on: this is step 5" in told[0]
 
 
+@pytest.mark.parametrize(("schedule", "count"), [("cosine", 1), ("constant", 0)])
+def test_a_step_without_a_number_does_not_tell_whether_a_run_has_ended(schedule, count, caplog):
+    param = nn.Parameter(torch.ones(3, 2))
+    optimizer = LearnedOptimizer([param], {"name": "normalised-muon", "schedule": schedule}, steps=3)
+    for step in range(6):
+        param.grad = torch.full((3, 2), math.nan if step == 3 else 1.0)
+        optimizer.step()
+    told = [record.message for record in caplog.records if "updates are 0" in record.message]
+    assert len(told) == count
+    assert all("this is step 5" in message for message in told)
+
+
 @pytest.mark.parametrize("later", ["loaded", "told"])
 def test_a_run_that_goes_on_past_its_end_is_told_so_once(later, caplog):
     """However many groups there are."""
