@@ -142,7 +142,7 @@ class LanguageModel(Optimisee):
         self.evaluation_tokens, self.dtype, self.device = evaluation_tokens, getattr(torch, dtype), torch.device(device)
         with seeded(0):
             made = self._cells()
-        self.stack, self._made = self._stacked(made), made
+        self.stack, self._made = self._stacked(made).to(self.device), made
         self._whole: dict[Split, tuple[Batch, int]] = {}
         self._begins: dict[Split, list[int]] = {}
 

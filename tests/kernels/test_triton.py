@@ -356,10 +356,10 @@ def test_without_a_gpu_it_is_refused(monkeypatch):
 
 @pytest.mark.slow
 def test_the_kernels_compile_for_a_gpu():
-    """By Triton's compiler, which needs none, in a process without the interpreter."""
+    """As they are launched, by Triton's compiler, which needs none, in a process without the interpreter."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     script = Path(__file__).parents[1] / "benchmarks/compiled_triton.py"
-    command = [sys.executable, "-W", "ignore", script]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=300)
+    command = [sys.executable, "-W", "ignore", script, "--rule", "gated", "--rule", "direction-and-magnitude"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("registers") == 10
+    assert done.stdout.count("registers") == 20

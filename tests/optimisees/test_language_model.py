@@ -163,6 +163,11 @@ def test_shifted_runs_begin_elsewhere_and_read_the_same_text():
     assert all((doubled == read).all(1).any() for read in reads)
 
 
+def test_the_layers_are_on_the_models_device():
+    """Masks of weights are drawn like them, by a generator of that device."""
+    assert {value.device.type for value in SQUARE(cell="lstm", device="meta").stack.parameters()} == {"meta"}
+
+
 @pytest.mark.parametrize("cell", [name for name in cells.CELLS if not name.startswith("no-")])
 def test_weight_drop_takes_the_recurrent_weights_alone(cell):
     """A share p of each becomes 0, the rest 1/(1 − p); a new window has new masks."""

@@ -64,6 +64,7 @@ def average(pointer, at, old, new, value, mask, kept):
     """Moves a running mean on to old · mean + new · value where `kept`; returns the mean after it for all."""
     mean = tl.load(pointer + at, mask=mask, other=0.0).to(tl.float32)
     mean = old * mean + new * value
+    tl.debug_barrier()  # several warps may load a mean that one of them stores
     tl.store(pointer + at, rounded(mean, pointer), mask=kept)
     return mean
 
@@ -73,6 +74,7 @@ def approach(pointer, at, new, value, mask, kept):
     """Moves a running mean on to mean + new · (value − mean) where `kept`; returns the mean after it for all."""
     mean = tl.load(pointer + at, mask=mask, other=0.0).to(tl.float32)
     mean += new * (value - mean)
+    tl.debug_barrier()
     tl.store(pointer + at, rounded(mean, pointer), mask=kept)
     return mean
 
@@ -227,7 +229,7 @@ def rule_forward(h, heads, z, rows, g, theta, forgot, let_in, rule, scale, S: tl
 
 @triton.jit
 def step(
-    grads, params, update, skipped, state, memory, weights, rule, scalars, losses, scale,
+    grads, thetas, update, skipped, state, memory, weights, rule, scalars, losses, scale,
     n, stride, blocks, total, S: tl.constexpr,
 ):  # fmt: skip
     """One step in place for all coordinates: the state moves on, `update` is written, `skipped` counted per block.
@@ -246,7 +248,7 @@ def step(
         mask = column < n
         at = wide * row * n + column
         g = tl.load(grads + at, mask=mask, other=0.0).to(tl.float32)
-        theta = tl.load(params + at, mask=mask, other=0.0).to(tl.float32)
+        theta = tl.load(thetas + at, mask=mask, other=0.0).to(tl.float32)
         # By the square, which v takes; NaN compares false, so it is caught as well.
         finite = g * g < float("inf")
         tl.store(skipped + block, tl.sum((mask & (finite == 0)).to(tl.int32), axis=0))
@@ -296,7 +298,7 @@ def squares(values, starts, sizes, sums, n, chunks, B: tl.constexpr, ROUNDS: tl.
 
 @triton.jit
 def finish(
-    update, grads, params, memory, scalars, statistic, scale, starts, sizes, tensors, n, count,
+    update, grads, thetas, memory, scalars, statistic, scale, starts, sizes, tensors, n, count,
     S: tl.constexpr, B: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
     """Replaces d by S_t (a d / R − λθ), and by 0 where the gradient is not finite.
@@ -322,7 +324,7 @@ def finish(
             adam = adam / (tl.sqrt(v) + tl.load(scalars + RNN_EPS)) * tl.load(scalars + M_UNBIAS)
         d *= share(g, adam)
         if S.DECAY > 0:
-            d -= S.DECAY * tl.load(params + at, mask=mask, other=0.0).to(tl.float32)
+            d -= S.DECAY * tl.load(thetas + at, mask=mask, other=0.0).to(tl.float32)
         # d is 0 already where g is not finite, but weight decay is not.
         u = tl.where(g * g < float("inf"), step_size * d, 0.0)
         tl.store(update + at, rounded(u, update), mask=mask)

@@ -34,7 +34,7 @@ def places(S: tl.constexpr):
 
 
 @triton.jit
-def start(base, state, params, memory, running, mine, at, place, mask, S: tl.constexpr):
+def start(base, state, thetas, memory, running, mine, at, place, mask, S: tl.constexpr):
     """Copies the state and θ before the first step."""
     MEMORY: tl.constexpr = S.MEMORY
     h, c, forget, input_ = state
@@ -45,7 +45,7 @@ def start(base, state, params, memory, running, mine, at, place, mask, S: tl.con
     # Lanes past the end are stored as 0: the sums run over all lanes, and old memory may hold NaN.
     tl.store(base + of_h, tl.load(h + place, mask=there, other=0.0).to(tl.float32), mask=is_hidden)
     tl.store(base + of_c, tl.load(c + place, mask=there, other=0.0).to(tl.float32), mask=is_hidden)
-    tl.store(base + of_theta, tl.load(params + at, mask=mask, other=0.0).to(tl.float32))
+    tl.store(base + of_theta, tl.load(thetas + at, mask=mask, other=0.0).to(tl.float32))
     if S.RULE == GATED:
         tl.store(base + of_forget, tl.load(forget + at, mask=mask, other=0.0).to(tl.float32))
         tl.store(base + of_input, tl.load(input_ + at, mask=mask, other=0.0).to(tl.float32))
@@ -197,7 +197,8 @@ def products_backward(weights, z, parts, of_first, S: tl.constexpr):
     u3 = tl.load(first + 3 * P * K, mask=is_hidden, other=0.0)
     below = tl.dot(u0, p0, input_precision=S.PRECISION) + tl.dot(u1, p1, input_precision=S.PRECISION)
     below += tl.dot(u2, p2, input_precision=S.PRECISION) + tl.dot(u3, p3, input_precision=S.PRECISION)
-    by_theta = tl.zeros([S.B], tl.float32)
+    B: tl.constexpr = S.B
+    by_theta = tl.zeros([B], tl.float32)
     if S.THETA_AT >= 0:
         of_theta = weights + hidden * K + S.THETA_AT
         by_theta += tl.sum(tl.load(of_theta)[:, None] * p0, axis=0)
@@ -227,7 +228,8 @@ def zeros(S: tl.constexpr):
     P: tl.constexpr = S.P
     K: tl.constexpr = S.K
     # Biases and the rule's numbers are summed per lane: across lanes once a block, not at every step.
-    zero, line = tl.zeros([S.B], tl.float32), tl.zeros([P], tl.float32)
+    B: tl.constexpr = S.B
+    zero, line = tl.zeros([B], tl.float32), tl.zeros([P], tl.float32)
     d0, d1 = tl.zeros([P, K], tl.float32), tl.zeros([P, K], tl.float32)
     d2, d3 = tl.zeros([P, K], tl.float32), tl.zeros([P, K], tl.float32)
     return (zero, zero), (zero, zero, zero, zero, zero), (line, line), (d0, d1, d2, d3)
@@ -289,8 +291,10 @@ def backward(
     wide = tl.full([], 1, tl.int64)
     of_z, _h, of_c, of_theta, _f, _i = places(S)
     # The loop carries these in the order of their definition: with the large ones first more registers spill.
-    a_theta = tl.zeros([S.B], tl.float32)
-    dh, dc = tl.zeros([S.P, S.B], tl.float32), tl.zeros([S.P, S.B], tl.float32)
+    B: tl.constexpr = S.B
+    P: tl.constexpr = S.P
+    a_theta = tl.zeros([B], tl.float32)
+    dh, dc = tl.zeros([P, B], tl.float32), tl.zeros([P, B], tl.float32)
     d_gates = (a_theta, a_theta)
     of_bias, of_rule, of_head, of_first = zeros(S)
     if S.IHC:
@@ -337,7 +341,7 @@ def backward(
 
 @triton.jit
 def replay(
-    grads, sources, params, state, memory, running, weights, rule, scalars, losses, scale, statistics, tensors,
+    grads, sources, thetas, state, memory, running, weights, rule, scalars, losses, scale, statistics, tensors,
     kept, sums, n, stride, blocks, total, T, width, count, S: tl.constexpr, PULLED: tl.constexpr,
 ):  # fmt: skip
     """T steps forward and backward (see `kernels.cpu.replay`).
@@ -361,7 +365,7 @@ def replay(
         at = wide * row * n + column
         tensor = row * count + tl.load(tensors + column, mask=mask, other=0)
         place = hidden.to(tl.int64)[:, None] * stride + at[None, :]
-        start(base, state, params, memory, running, mine, at, place, mask, S)
+        start(base, state, thetas, memory, running, mine, at, place, mask, S)
         for t in range(T):
             now = wide * t * stride + at
             forward(
