@@ -178,7 +178,7 @@ def test_the_losses_of_the_additive_rule_are_those_that_are_said():
         own[row["seed"]] = float(row["loss"])
     for cell in CELLS:
         own = {split: losses[cell, split, "1000"] for split in ("train", "test")}
-        assert [*own["train"]] == [*own["test"]] == [*"012345"]
+        assert [*own["train"]] == [*own["test"]] == [*"0123456789"]
         means = [f"{fmean(own[split].values()):.2f}" for split in own]
         assert re.search(rf"the {cell} (ends )?at {means[0]} (in training\s+)?and {means[1]} ", text)
         others = {said: OTHERS[said] for said in ("SGD", "Adam", "AdamW", "Muon")}
@@ -249,6 +249,12 @@ def test_the_readme_has_the_losses_of_figure_3():
     assert f"S = 0.04, from which the rules begin, the harness has {table['harness, S = 0.04']} at width 16" in text
     own = [table[f"{cell}, the paper's rule"] for cell in CELLS]
     assert re.search(r"a network per coordinate, has {} \(LSTM\) and\s+{} \(IHC-LSTM\)".format(*own), text)
+    ends = {cell: [] for cell in CELLS}
+    for row in csv.DictReader(read("fig3-width16/additive.csv").splitlines()):
+        if (row["split"], row["step"]) == ("test", "1000"):
+            ends[row["optimiser"].partition(",")[0]].append(float(row["loss"]))
+    additive = [f"{fmean(losses):.2f}" for losses in ends.values()]
+    assert "additive updates in place of its gates {} and {}, below tuned Adam".format(*additive) in text
 
 
 def test_the_readme_has_the_perplexities_of_the_language_model():
