@@ -177,7 +177,8 @@ class FlatVector:
         moved = self.any_rank(update.any())
         if moved or self.any_rank((grads.isfinite() & (grads != 0)).any()):
             self._judged.add(prefix)
-            self.ended |= {} if moved else {prefix: end}
+            if not moved:
+                self.ended[prefix] = end
 
     def _join(self, rule: Optimiser, prefix: str, dtype: torch.dtype, like: Tensor) -> OptimiserState:
         """The state in `states`, or the rule's initial state, as buffers; `states` get views of them."""
