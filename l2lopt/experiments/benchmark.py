@@ -125,7 +125,7 @@ def load_suite(source: str | Path, changes: Sequence[str] = ()) -> tuple[str, Su
         changes: Changes, such as "seeds=3".
 
     Raises:
-        UserError: For a missing file, one that is not TOML, or a mistake in it.
+        UserError: For a missing file, one that is not TOML, the file of another command, or a mistake in it.
     """
     path = configs.find(source, "suites", "a suite's file")
     return path.stem, configs.load(path, changes, kind=Suite)

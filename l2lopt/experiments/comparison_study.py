@@ -64,10 +64,11 @@ def load(source: str | Path) -> Study | TrainingStudy:
     """A study from a TOML file, or from the name of a shipped one.
 
     Raises:
-        UserError: For a missing file, one that is not TOML, or a mistake in it.
+        UserError: For a missing file, one that is not TOML, the file of another command, or a mistake in it.
     """
     path = study_path(source)
     data = read_toml(path, "a study's file", "give its path")
+    configs.check_kind(str(path), data, "reproduce")
     if training_study.describes(data):
         return training_study.parse(data, str(path))
     try:

@@ -160,11 +160,13 @@ def load(
         kind: Class of the config: `Config` or `TrainConfig`.
 
     Raises:
-        UserError: For a missing file, one that is not TOML, a config of the other kind, an unknown key or a value of
+        UserError: For a missing file, one that is not TOML, the file of another command, an unknown key or a value of
             the wrong type, also among the options of a choice: None, or an object.
     """
     where, data = _read(source)
-    _check_kind(where, data, kind)
+    commands: Mapping[Any, str] = {Config: "meta-train", TrainConfig: "train", suites.Suite: "benchmark"}
+    if command := commands.get(kind):
+        check_kind(where, data, command)
     if isinstance(changes, str):
         raise UserError("changes", expected="a list of texts", found=repr(changes), remedy=f"write [{changes!r}]")
     for change in changes:
@@ -178,17 +180,33 @@ def load(
     return made
 
 
-def _check_kind(where: str, data: Mapping[str, Any], kind: type[Settings]) -> None:
-    """Refuses a config with keys of the other kind alone, which was given to the wrong command."""
-    if kind not in (Config, TrainConfig):
-        return
-    other: type[Settings] = Config if kind is TrainConfig else TrainConfig
-    own, others = kind.model_fields.keys(), other.model_fields.keys()
-    if data.keys() & (others - own) and not data.keys() & (own - others):
-        names = ("training", "meta-training", "meta-train")
-        expected, found, command = names if kind is TrainConfig else ("meta-training", "training", "train")
-        remedy = f"use l2lopt {command}"
-        raise UserError(where, expected=f"a config of {expected}", found=f"one of {found}", remedy=remedy)
+def check_kind(where: str, data: Mapping[str, Any], command: str) -> None:
+    """Refuses the contents of a file for another command, where a key tells which.
+
+    Args:
+        where: Name of the file, for the error.
+        data: Contents of the file.
+        command: Command that reads it: "train", "meta-train", "reproduce" or "benchmark".
+
+    Raises:
+        UserError: For keys that another command's files alone have.
+    """
+    told = [other for other, (_, keys) in _KINDS.items() if data.keys() & keys]
+    if told and command not in told:
+        expected, found = _KINDS[command][0], _KINDS[told[0]][0]
+        raise UserError(where, expected=expected, found=found, remedy=f"use l2lopt {told[0]}")
+
+
+_KINDS: Mapping[str, tuple[str, frozenset[str]]] = {
+    "train": ("a config of training", frozenset(TrainConfig.model_fields.keys() - Config.model_fields.keys())),
+    "meta-train": (
+        "a config of meta-training",
+        frozenset(Config.model_fields.keys() - TrainConfig.model_fields.keys()),
+    ),
+    "reproduce": ("a study", frozenset({"meta_seeds", "problems", "optimisers", "runs", "encoders", "labellers"})),
+    "benchmark": ("a suite", frozenset({"tasks", "competitors"})),
+}
+"""Command → what its files are called, and keys that no other command's files have."""
 
 
 def _check_plain(where: str, value: Any, path: str = "") -> None:

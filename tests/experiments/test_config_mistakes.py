@@ -9,7 +9,7 @@ from l2lopt import cells, terminal
 from l2lopt.core import memory
 from l2lopt.core.environment import whole_number
 from l2lopt.core.errors import UserError
-from l2lopt.experiments import build, comparison_study
+from l2lopt.experiments import benchmark, build, comparison_study
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import Config, TrainConfig
 from l2lopt.parallel import processes
@@ -87,13 +87,29 @@ def test_a_mistake_is_told_before_any_work(monkeypatch, change, message):
     assert str(caught.value).isprintable()
 
 
-def test_a_config_of_the_other_kind_is_named():
-    message = "expected a config of training, found one of meta-training; use l2lopt meta-train"
-    with pytest.raises(UserError, match=message):
-        configs.load("demo", ["train.steps=3"], kind=TrainConfig)
-    message = "expected a config of meta-training, found one of training; use l2lopt train"
-    with pytest.raises(UserError, match=message):
-        configs.load("ptb-small", ["seed=1"])
+READERS = {
+    "train": lambda path: configs.load(path, kind=TrainConfig),
+    "meta-train": configs.load,
+    "reproduce": comparison_study.load,
+    "benchmark": benchmark.load_suite,
+}
+SHIPPED = [path for path in sorted(configs.shipped("").rglob("*.toml")) if path.name != "tasks.toml"]
+"""All files of configs/ but the catalogue of tasks, which no command reads."""
+
+
+def command_of(path):
+    if path.parent.name in ("studies", "suites"):
+        return {"studies": "reproduce", "suites": "benchmark"}[path.parent.name]
+    return "train" if "\n[train]\n" in path.read_text(encoding="utf-8") else "meta-train"
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_file_is_read_by_its_own_command_and_named_by_the_others(path):
+    own = command_of(path)
+    READERS[own](path)
+    for other in READERS.keys() - {own}:
+        with pytest.raises(UserError, match=f"expected a .*, found a .*; use l2lopt {own}$"):
+            READERS[other](path)
 
 
 def test_the_name_of_weights_in_the_place_of_a_rules_has_a_remedy():
