@@ -53,7 +53,7 @@ def clock(monkeypatch):
     found = Clock([], [])
     monkeypatch.setattr(cost_forecast, "run_free", found.run_free)
     monkeypatch.setattr(cost_forecast.kernels, "fuse", lambda optimiser, backend: optimiser)
-    monkeypatch.setattr(cost_forecast, "_seconds", lambda work: 0.0)  # evaluations and unrolls are free
+    monkeypatch.setattr(cost_forecast, "_seconds", lambda work, enough=0: 0.0)  # evaluations and unrolls are free
     return found
 
 
@@ -71,6 +71,15 @@ def test_every_baseline_has_its_own_cost(clock):
     whole = forecast([PlannedRun(settings, one) for one in settings.evaluation.baselines])
     assert whole["baselines"] == pytest.approx(sum(expected.values()))
     assert clock.asked.count("sgd") == clock.asked.count("learned") == 2  # measured once, after a first try
+
+
+def test_long_work_is_timed_once_and_other_work_again(monkeypatch):
+    ticks = iter([0.0, 7.0, 7.0, 20.0, 26.0, 26.0, 28.0])
+    monkeypatch.setattr(cost_forecast.time, "perf_counter", lambda: next(ticks))
+    calls = []
+    assert cost_forecast._seconds(lambda: calls.append("long"), enough=7.0) == 7
+    assert cost_forecast._seconds(lambda: calls.append("short"), enough=7.0) == 2
+    assert calls == ["long", "short", "short"]
 
 
 def test_a_second_row_has_its_multipliers_tuned(clock):
@@ -136,7 +145,7 @@ def test_each_problem_of_meta_training_and_validation_costs_its_own(monkeypatch)
 
     monkeypatch.setattr(cost_forecast, "_unrolled", unroll)
     monkeypatch.setattr(cost_forecast, "run_free", run_free)
-    monkeypatch.setattr(cost_forecast, "_seconds", lambda work: 0.0)
+    monkeypatch.setattr(cost_forecast, "_seconds", lambda work, enough=0: 0.0)
     costs = forecast([PlannedRun(config.load(CONFIG, changes), None, 1.0)])
     assert (unrolled, ran) == ([5, 8], [3, 3, 7, 7, 9, 9])  # each after a first try
     # Six updates of two unrolls of four steps; three validations of two seeds on two problems, five steps.
