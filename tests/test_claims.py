@@ -40,7 +40,7 @@ def test_every_line_is_whole():
 def test_the_counts_are_those_of_the_lines():
     found = {}
     for heading, cells in lines():
-        found.setdefault(heading, Counter())[verdict(cells)] += 1
+        found.setdefault("Ours" if cells[0].startswith("Ours") else heading, Counter())[verdict(cells)] += 1
     found["all"] = sum(found.values(), Counter())
     summary = PAGE.partition("\n## ")[0]
     for heading, counts in found.items():

@@ -103,7 +103,7 @@ OTHERS = {
     "the harness": "harness",
     "the harness, S = 0.04": "harness, S = 0.04",
 }
-RULES = {" per tensor": OTHERS, ", the paper's rule": ("SGD", "Adam")}
+RULES = {" per tensor": OTHERS, ", the paper's rule": ("SGD", "Adam", "AdamW", "Muon")}
 CELLS = ("LSTM", "IHC-LSTM")
 
 
@@ -131,6 +131,30 @@ def test_differences_of_figure_3_are_those_of_its_losses(line, pair, split):
     assert said[1 + ("train", "test").index(split)] == difference(*pair, split)
     if pair[1] in ("sgd", "adam") or line.startswith("IHC-LSTM against LSTM"):
         assert difference(*pair, split) in (ROOT / "docs/claims.md").read_text(encoding="utf-8")
+
+
+def test_rates_beside_the_chosen_ones_leave_every_meta_trained_rule_ahead():
+    said, found = re.sub(r"\s+", " ", read("fig3-width16/README.md")), {}
+    for path in (REFERENCE / "fig3-width16" / "runs").glob("*.json"):
+        run = json.loads(path.read_text(encoding="utf-8"))
+        work = json.loads(run["work"])
+        if (work.get("optimiser"), work["rates"]) in (("sgd", 0.316), ("momentum", 0.0316)) and len(run["losses"]) == 2:
+            for split, (*_, last) in run["losses"].items():
+                found.setdefault((work["optimiser"], split), []).append(last[0])
+    assert [len(losses) for losses in found.values()] == [10] * 4
+    ends = {key: fmean(losses) for key, losses in found.items()}
+    sgd, momentum = ([f"{ends[name, split]:.2f}" for split in ("train", "test")] for name in ("sgd", "momentum"))
+    assert "SGD at 0.316 ends at {} and {}, above".format(*sgd) in said
+    assert "momentum at 0.0316 for either loss at {} and {}:".format(*momentum) in said
+    learned = {}
+    for row in csv.DictReader(
+        [*read("fig3-width16/evaluation.csv").splitlines(), *read("fig3-width16/additive.csv").splitlines()[1:]]
+    ):
+        if row["step"] == "1000" and "LSTM" in row["optimiser"] and "untrained" not in row["optimiser"]:
+            learned.setdefault((row["optimiser"], row["split"]), []).append(float(row["loss"]))
+    assert len(learned) == 12
+    for (_, split), losses in learned.items():
+        assert fmean(losses) < min(ends["sgd", split], ends["momentum", split])
 
 
 def test_the_validations_of_three_meta_seeds_are_those_that_were_made():
