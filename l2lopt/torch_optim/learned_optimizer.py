@@ -29,6 +29,7 @@ from l2lopt.torch_optim.options import (
     check_group,
     check_options,
     check_parameters,
+    guard_of,
     has_diverged,
     names_of,
     one_loss,
@@ -169,10 +170,8 @@ class LearnedOptimizer(torch.optim.Optimizer):
             asked = {name for name, value in given if value is not None}
             found = parameter_groups(params)
             if not any(param.requires_grad for _, param in found[0]["params"]):
-                remedy = "set requires_grad of what is to be trained"
-                raise UserError(
-                    "LearnedOptimizer: params", expected="a parameter to train", found="none", remedy=remedy
-                )
+                where, remedy = "LearnedOptimizer: params", "set requires_grad of what is to be trained"
+                raise UserError(where, expected="a parameter to train", found="none", remedy=remedy)
             params = [{key: value for key, value in group.items() if key not in asked} for group in found]
         super().__init__(params, with_plain_numbers(options | rules | progress | about | torchs))
         warn_of_small_factors(self.param_groups, self._rules)
@@ -214,13 +213,14 @@ class LearnedOptimizer(torch.optim.Optimizer):
         # Lists are of the first parameters, each with its value: later ones have their own or none.
         lists = ("kind", "split", "fan_in") if self._is_made else ()
         none = {name: None for name in lists if isinstance(self.defaults[name], list)}
-        group = self.defaults | none | param_group
+        group = self.defaults | none | guard_of(self.param_groups) | param_group
         if "weights" in param_group:
             group["weights"] = self._rule_id(group["weights"])
         if "fallback" in param_group:
             group["fallback"] = self._fallback_id(group["fallback"])
         elif "weights" in param_group and not self._rules[group["weights"]].phi():
             group["fallback"] = None
+        group["fallen_back"] = group["fallen_back"] and group["fallback"] is not None
         check_options(group)
         super().add_param_group(named_alike(with_plain_numbers(group), self.param_groups))
         added = self.param_groups[-1]

@@ -135,6 +135,14 @@ def has_diverged(loss: float, first: float) -> bool:
     return not math.isfinite(loss) or loss > (DIVERGED if first > 0 else 2 - DIVERGED) * first
 
 
+def guard_of(groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the guard of the loss knows, of the first of `groups` that has a fallback: one that is added shares it."""
+    known = next(
+        (group for group in groups if group["fallback"] is not None), {"first_loss": None, "fallen_back": False}
+    )
+    return {name: known[name] for name in ("first_loss", "fallen_back")}
+
+
 def steps_of(group: Mapping[str, Any], saved: Mapping[str, Any]) -> int | None:
     """The number of steps of a run that goes on: the optimiser's where it has one, else the saved one."""
     steps: int | None = group["steps"]
@@ -220,9 +228,15 @@ def names_of(group: Mapping[str, Any]) -> Sequence[str]:
     """The names of a group's parameters; "p0", "p1", … where the caller gave none.
 
     Each once: a name that comes again, as of a second model's `named_parameters`, has its number before it.
+
+    Raises:
+        UserError: More names than parameters.
     """
-    names = list(group.get("param_names") or [])
-    names += [f"p{index}" for index in range(len(names), len(group["params"]))]  # of those that someone has appended
+    names, count = list(group.get("param_names") or []), len(group["params"])
+    if len(names) > count:  # which of them is gone nobody can tell, and a name decides what a parameter is taken for
+        where, remedy = "LearnedOptimizer: param_names", "take a parameter's name out of the group with it"
+        raise UserError(where, expected=f"{count} names, one for each parameter", found=str(len(names)), remedy=remedy)
+    names += [f"p{index}" for index in range(len(names), count)]  # of those that someone has appended
     taken, seen, found = {*names}, set[str](), list[str]()
     if len(taken) == len(names):
         return names

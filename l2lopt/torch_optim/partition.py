@@ -111,7 +111,8 @@ def vectors_of(
     # The usual case: nothing has changed since the last step, and the work below can be left out.
     if len(vectors) == 1 and all(param.grad is not None for param in params):
         (vector,) = vectors.values()
-        if vector.is_current(params, [state.get(param, {}) for param in params], group["steps"], told):
+        states = [state.get(param, {}) for param in params]
+        if vector.is_current(params, states, group["steps"], told) and not any(_in_one_memory(params)):
             return [vector]
     names = names_of(group)
     numbers = [state[param].get("vector") if param in state else None for param in params]

@@ -86,6 +86,27 @@ def test_all_groups_with_a_fallback_take_it_together():
     assert len(params) > 2
 
 
+@pytest.mark.parametrize("fallback", ["adam", None])
+def test_a_group_that_is_added_takes_the_fallback_with_the_others(fallback):
+    """Its own fallback alone decides: without one it has the rule, as a group of the beginning has."""
+    first, second = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = LearnedOptimizer([first], LSTM(), fallback="adam")
+    first.grad, second.grad = torch.ones(2), torch.ones(2)
+    optimizer.step(loss=1.0)
+    optimizer.add_param_group({"params": [second], "fallback": fallback})
+    assert not optimizer.param_groups[1]["fallen_back"]
+    optimizer.param_groups.pop()
+    optimizer.step(loss=math.nan)
+    optimizer.add_param_group({"params": [second], "fallback": fallback})
+    assert optimizer.param_groups[1]["fallen_back"] == (fallback is not None)
+    optimizer.step(loss=1.0)
+    assert ("fallback.m" in optimizer.state[second]) == (fallback is not None)
+    taken = optimizer.param_groups.pop()
+    taken["fallen_back"] = False  # what a group says itself is kept
+    optimizer.add_param_group(taken)
+    assert not optimizer.param_groups[1]["fallen_back"]
+
+
 def test_the_fallback_survives_gradients_that_are_not_finite():
     params = start()
     optimizer = guarded(params, LSTM())

@@ -97,6 +97,33 @@ def test_parameters_in_one_memory_both_move_it(weights):
     torch.testing.assert_close(first, one)
 
 
+def test_weights_that_are_tied_between_steps_both_move_them():
+    """As in `p.data = q.data`, which leaves every object and every state as it was."""
+    ours, torchs = ([nn.Parameter(torch.ones(4)), nn.Parameter(2 * torch.ones(4))] for _ in range(2))
+    optimizers = LearnedOptimizer(ours, {"name": "sgd", "lr": 0.1}), torch.optim.SGD(torchs, lr=0.1)
+    for number in range(3):
+        for (first, second), optimizer in zip((ours, torchs), optimizers, strict=True):
+            first.grad, second.grad = torch.ones(4), 2 * torch.ones(4)
+            optimizer.step()
+            if not number:
+                second.data = first.data
+    torch.testing.assert_close(ours, torchs)
+
+
+def test_a_parameter_that_is_taken_out_takes_its_name_with_it():
+    """A name decides what a parameter is taken for, and which of the names is gone nobody can tell."""
+    net = model()
+    optimizer = LearnedOptimizer(net.named_parameters(), {"name": "adam", "lr": 0.01})
+    step(net, optimizer)
+    group = optimizer.param_groups[0]
+    group["params"].pop(1)
+    with pytest.raises(UserError, match=r"param_names: expected 3 names, one for each parameter, found 4; take"):
+        step(net, optimizer)
+    group["param_names"].pop(1)
+    step(net, optimizer)
+    assert counts(optimizer) == [2, 2, 2]
+
+
 def test_a_parameter_of_another_shape_is_refused_until_its_state_is_dropped():
     net = model()
     optimizer = LearnedOptimizer(net.parameters(), {"name": "adam", "lr": 0.01})
