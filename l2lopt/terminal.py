@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from l2lopt.core.types import Report
     from l2lopt.report.tables import Table
 
-console = Console(stderr=False, emoji=False)
-errors = Console(stderr=True, soft_wrap=True, emoji=False)
+# Some programs that start others without a terminal say COLUMNS=0, in which Rich shows nothing at all.
+_WIDTH = 80 if os.environ.get("COLUMNS", "").strip() == "0" else None
+console = Console(stderr=False, emoji=False, width=_WIDTH)
+errors = Console(stderr=True, soft_wrap=True, emoji=False, width=_WIDTH)
 _SPACES = "".join(c for c in map(chr, range(0x3001)) if category(c) == "Zs")
 _JOINERS = "\u200c\u200d"  # of Persian, of Indian scripts and of emoji
 _KEPT = f"\n\t{_SPACES}{_JOINERS}"

@@ -76,6 +76,12 @@ class ModuleOptimisee(Optimisee):
         self.sampling = Sampling(*sizes, batch_size, heldout, evaluation_samples, valid)
         self.batch_size, self.evaluation_size, self.augment = batch_size, evaluation_size, augment
         module = _with_given_masks(self._fresh(0))
+        if any(value.layout != torch.strided for value in (*module.parameters(), *module.buffers())):
+            expected, remedy = (
+                "dense parameters and buffers",
+                "call to_dense(), or keep a constant as a plain attribute",
+            )
+            raise UserError("model", expected=expected, found="a sparse one", remedy=remedy)
         self._training = copy.deepcopy(module).train()
         self._testing = copy.deepcopy(module).eval()
         self._like = next((p.detach() for p in module.parameters()), self.data.train_inputs)  # its dtype is the model's

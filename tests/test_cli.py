@@ -48,6 +48,19 @@ def test_off_a_terminal_a_line_for_every_tenth_says_what_is_left(capsys):
     assert "left" not in lines[2]
 
 
+def test_a_width_of_0_is_none():
+    """As programs say that start others on a terminal without a size; Rich would show nothing at all."""
+    command = [sys.executable, "-m", "l2lopt", "weights", "lstm"]
+    told = {
+        columns: subprocess.run(
+            command, env={**os.environ, "COLUMNS": columns}, capture_output=True, text=True, check=True
+        )
+        for columns in ("0", "80")
+    }
+    assert told["0"].stdout == told["80"].stdout
+    assert "lstm" in told["0"].stdout
+
+
 def test_steps_made_before_do_not_count_for_the_time_left(monkeypatch, capsys):
     now = 100.0
     monkeypatch.setattr(terminal.console, "get_time", lambda: now)

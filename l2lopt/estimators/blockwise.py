@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial, reduce
 from itertools import islice
 from math import ceil
@@ -189,7 +190,9 @@ class Blockwise(MetaGradientEstimator):
         drawn = sum(sample_size(self.share, part) for part in carry.state.layout.sizes) * (numbers // max(size, 1))
         step, *following = islice(steps, 2)
         others = sum(all(target.batch is not later.batch for later in following) for target in step.targets)
-        with activations() as held:
+        watch = activations()
+        # `torch.func` within a loss refuses to be watched; any other error comes again in the call that is not.
+        with suppress(RuntimeError), watch as held:
             loss_and_gradient(loss, carry.params, carry.aux, step.batch)
         gradient, seen = timed(lambda: loss_and_gradient(loss, carry.params, carry.aux, step.batch))
         few = min(size, self._block(window, way))

@@ -99,9 +99,10 @@ def activations() -> Iterator[list[int]]:
     sizes: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        # By address: many views of one storage may be kept, and they take its memory once.
-        sizes[storage.data_ptr()] = storage.nbytes()
+        if tensor.layout == torch.strided:  # a sparse one is a constant of the model's
+            storage = tensor.untyped_storage()
+            # By address: many views of one storage may be kept, and they take its memory once.
+            sizes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     found: list[int] = []

@@ -5,14 +5,15 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
 from l2lopt.core.errors import UserError
-from l2lopt.storage.run_log import existing, write_text
+from l2lopt.storage.run_log import read_bytes, write_text
 
 League: TypeAlias = Literal["untuned", "self-tuned", "tuned"]
 """How the settings of a run were found. "untuned": one setting for all tasks. "self-tuned": the one rate that is best
@@ -131,6 +132,11 @@ class BenchmarkResult:
             if run.task not in names:
                 raise _mistake(f"runs of the tasks {', '.join(names)}", f"one of {run.task}")
             where = f"{run.optimiser} on {run.task}"
+            if run.league not in LEAGUES or run.kind not in get_args(Kind):
+                unknown = f"{run.kind} in {run.league}: {where}"
+                raise _mistake(f"one of {', '.join(get_args(Kind))} in {', '.join(LEAGUES)}", unknown)
+            if run.rates.keys() != {"train", "test"} or not all(isinstance(one, Real) for one in run.rates.values()):
+                raise _mistake("a rate for train and one for test", f"others in {where}")
             if {split: max(steps, default=None) for split, steps in run.losses.items()} != dict.fromkeys(
                 ("train", "test"), budgets[run.task]
             ):
@@ -194,12 +200,9 @@ def joined(result: BenchmarkResult, earlier: BenchmarkResult) -> BenchmarkResult
     Raises:
         UserError: For other seeds, budgets or problems, or another loss at step 0 of the same task.
     """
-    if earlier.seeds != result.seeds:
-        raise _unlike(f"{result.seeds} seeds", f"{earlier.seeds}")
+    check_beside(earlier, result.seeds, {task.name: task.steps for task in result.tasks})
     tasks, begun = {task.name: task for task in result.tasks}, {run.task: run.first for run in result.runs}
     for task in earlier.tasks:
-        if task.name in tasks and task.steps != tasks[task.name].steps:
-            raise _unlike(f"{tasks[task.name].steps} steps of {task.name}", f"{task.steps}")
         known = {task.problem, tasks[task.name].problem if task.name in tasks else ""} - {""}
         if len(known) > 1:
             raise _unlike(f"the problem {task.name} of this benchmark", "another of that name")
@@ -220,6 +223,24 @@ def joined(result: BenchmarkResult, earlier: BenchmarkResult) -> BenchmarkResult
     environment = {**result.environment, **({_BESIDE: beside} if beside else {})}
     proper = {**earlier.proper, **result.proper}
     return replace(result, runs=tuple(runs), step_seconds=timed, environment=environment, proper=proper)
+
+
+def check_beside(earlier: BenchmarkResult, seeds: int, steps: Mapping[str, int]) -> None:
+    """Refuses an earlier result that cannot stand beside a benchmark, before any of its runs.
+
+    Args:
+        earlier: Result of the earlier benchmark.
+        seeds: Number of seeds of every run.
+        steps: Task → budget.
+
+    Raises:
+        UserError: For other seeds, or another budget of a task that both have.
+    """
+    if earlier.seeds != seeds:
+        raise _unlike(f"{seeds} seeds", f"{earlier.seeds}")
+    for task in earlier.tasks:
+        if task.steps != steps.get(task.name, task.steps):
+            raise _unlike(f"{steps[task.name]} steps of {task.name}", f"{task.steps}")
 
 
 def _places(environment: Mapping[str, str]) -> list[str]:
@@ -256,10 +277,10 @@ def read_result(path: Path) -> BenchmarkResult:
     Raises:
         UserError: For a missing file, or one with anything else in it.
     """
-    existing(path, "the result of a benchmark", "run l2lopt benchmark first")
+    written = read_bytes(path, "the result of a benchmark", "run l2lopt benchmark first")
     try:
-        return BenchmarkResult.from_json(json.loads(path.read_text(encoding="utf-8")))
-    except ValueError as error:
+        return BenchmarkResult.from_json(json.loads(written))
+    except (ValueError, ArithmeticError, RecursionError) as error:
         if isinstance(error, UserError):
             raise
         found, remedy = f"{error}", "run l2lopt benchmark again"

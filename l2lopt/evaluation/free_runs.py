@@ -28,7 +28,7 @@ from l2lopt.kernels.graph import NotCompiledError
 from l2lopt.kernels.inner_step import InnerSteps, compiled_steps, eager_steps
 from l2lopt.optimisee import BatchesOfRows, Optimisee, Split, evaluate_rows, flat_loss, init_rows
 from l2lopt.optimisers import Optimiser
-from l2lopt.optimisers.closures import closure_of
+from l2lopt.optimisers.closures import all_finite, closure_of
 from l2lopt.optimisers.schedules import set_mode
 from l2lopt.parallel import processes
 from l2lopt.storage.checkpoint import Checkpoint, NoCheckpoint
@@ -213,7 +213,7 @@ def _one_by_one(factory: OptimizerFactory, optimisee: Optimisee, seed: int, cour
     last, splits = max(course.record), course.splits
     params, aux = optimisee.init(seed)
     layout = Layout.of(params, optimisee.roles())
-    params = {name: value.clone().requires_grad_() for name, value in params.items()}
+    params = {name: value.detach().clone().requires_grad_() for name, value in params.items()}
     made = factory(list(params.items()))
     optimizers = [made] if isinstance(made, Optimizer) else list(made)
     losses: dict[Split, list[Tensor]] = {split: [] for split in splits}
@@ -268,8 +268,7 @@ def _torch_step(
             else:
                 optimizer.step()
     except (RuntimeError, ValueError, ArithmeticError):
-        numbers = [value, *params.values(), *(one.grad for one in params.values() if one.grad is not None)]
-        if all(bool(one.isfinite().all()) for one in numbers):
+        if all_finite(value, params.values()):
             raise
         return value, after, True  # a class that refuses to go on from numbers that are none: the run has diverged
     return value, after, False

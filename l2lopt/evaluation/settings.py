@@ -112,7 +112,7 @@ class Baseline(Settings):
         built = self.build(self.rates[0], 1)
         if callable(built) and not isinstance(built, Optimiser):
             params, _ = optimisee.init(0)
-            built([(name, value.clone().requires_grad_()) for name, value in params.items()])
+            built([(name, value.detach().clone().requires_grad_()) for name, value in params.items()])
 
 
 def _table() -> Mapping[str, Callable[..., Any]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from l2lopt.core.errors import UserError
 from l2lopt.core.seeding import seed_of
 from l2lopt.core.types import Report, silent
-from l2lopt.evaluation.contestants import Contestant
+from l2lopt.evaluation.contestants import Contestant, Runner
 from l2lopt.evaluation.free_runs import Curves, RunCache, no_cache, record_steps, run_free, run_groups
 from l2lopt.evaluation.scores import finite_or_infinite
 from l2lopt.evaluation.settings import SPLITS, Baseline, EvaluationSettings
@@ -175,15 +175,30 @@ def check_baseline(baseline: Baseline, optimisee: Optimisee) -> None:
     built = baseline.build(baseline.rates[0], 1)
     if isinstance(built, Optimiser):
         return
+    check_step(built, optimisee, f"optimiser {baseline.name!r}")
+
+
+def check_step(factory: Runner, optimisee: Optimisee, where: str, fit: Split = "train") -> None:
+    """Has a `torch.optim.Optimizer` make a step on fresh parameters of a problem.
+
+    Args:
+        factory: Function that makes the optimiser from named parameters.
+        optimisee: Problem.
+        where: Subject of the error.
+        fit: Split on whose first batch the step is made.
+
+    Raises:
+        UserError: For an optimiser that cannot make it.
+    """
     params, aux = optimisee.init(0)
-    leaves = {name: value.clone().requires_grad_() for name, value in params.items()}
-    optimisee.loss(leaves, aux, optimisee.batch("train", 0, 0))[0].backward()  # whose errors are the problem's
+    leaves = {name: value.detach().clone().requires_grad_() for name, value in params.items()}
+    optimisee.loss(leaves, aux, optimisee.batch(fit, 0, 0))[0].backward()  # whose errors are the problem's
     try:
-        run_free(built, optimisee, [0], [1], splits=())
+        run_free(factory, optimisee, [0], [1], splits=(), fit=fit)
     except (UserError, torch.OutOfMemoryError):
         raise
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # the class's own
-        where, remedy = f"optimiser {baseline.name!r}", "change its options, or choose another"
+        remedy = "change its options, or choose another"
         raise UserError(where, expected="one that can step", found=str(error), remedy=remedy) from error
 
 

@@ -14,7 +14,7 @@ from l2lopt.core.types import Report, silent
 from l2lopt.evaluation import suites
 from l2lopt.evaluation.benchmark_board import write_board
 from l2lopt.evaluation.benchmark_report import write_report
-from l2lopt.evaluation.benchmark_result import BenchmarkResult, joined, read_result
+from l2lopt.evaluation.benchmark_result import BenchmarkResult, check_beside, joined, read_result
 from l2lopt.evaluation.suites import Catalogue, Competitor, Suite
 from l2lopt.evaluation.tuned_runs import check_heldout
 from l2lopt.experiments import benchmark_jobs, run_facts, run_folder
@@ -85,7 +85,7 @@ def benchmark(
         >>> import l2lopt
         >>> result = l2lopt.benchmark("smoke", "runs/smoke", jobs=2)  # five minutes  # doctest: +SKIP
     """
-    _check_call(tasks, steps, jobs)
+    _check_call(tasks, optimisers, steps, jobs)
     benchmark_jobs.forget_problems()
     earlier = None if beside is None else read_result(Path(beside))
     name, asked = load_suite(suite or (SMALLEST if tasks is None else OWN), changes)
@@ -97,7 +97,7 @@ def benchmark(
     else:
         name, planned = "own", [PlannedTask(key, key, "own", steps or STEPS, task) for key, task in tasks.items()]
     asked = asked.model_copy(update={"competitors": _with_a_league(asked.competitors, planned)})
-    _check_tuning(asked, planned)
+    _check_plan(asked, planned, earlier)
     if jobs > 1 and any(isinstance(task.optimisee, Optimisee) for task in planned):
         remedy = "drop jobs, or name a function that makes the problem, such as 'module:function'"
         raise UserError("jobs", expected="1 for problems made in Python", found=str(jobs), remedy=remedy)
@@ -145,14 +145,16 @@ def _write(result: BenchmarkResult, folder: Path) -> None:
     write_board(result, folder / "tensorboard", paths)
 
 
-def _check_call(tasks: Any, steps: int | None, jobs: int) -> None:
+def _check_call(tasks: Any, optimisers: Any, steps: Any, jobs: Any) -> None:
     """Refuses arguments that no benchmark can be made of."""
     for name, value in (("steps", steps), ("jobs", jobs)):
-        if value is not None and value < 1:
-            raise UserError(name, expected="at least 1", found=str(value), remedy="change the value")
-    if tasks is not None and not isinstance(tasks, Mapping):
-        remedy = 'give {"mine": …}'
-        raise UserError("tasks", expected="a name for each", found=f"a {type(tasks).__name__}", remedy=remedy)
+        if value is not None and (not isinstance(value, int) or value < 1):
+            found = str(value) if isinstance(value, int) else f"a {type(value).__name__}"
+            raise UserError(name, expected="at least 1", found=found, remedy="change the value")
+    for name, given in (("tasks", tasks), ("optimisers", optimisers)):
+        if given is not None and not isinstance(given, Mapping):
+            found, remedy = f"a {type(given).__name__}", 'give {"mine": …}'
+            raise UserError(name, expected="a name for each", found=found, remedy=remedy)
     if tasks is not None and not tasks:
         raise UserError("tasks", expected="at least one", found="none", remedy="leave it out for the suite's own")
     for name, task in (tasks or {}).items():
@@ -164,8 +166,10 @@ def _check_call(tasks: Any, steps: int | None, jobs: int) -> None:
             toml_file.check(f"task {name!r}", task)
 
 
-def _check_tuning(suite: Suite, planned: Sequence[PlannedTask]) -> None:
-    """Refuses tasks of one's own on which no rate can be chosen, before any run."""
+def _check_plan(suite: Suite, planned: Sequence[PlannedTask], earlier: BenchmarkResult | None) -> None:
+    """Refuses an earlier result that cannot stand beside, and tasks on which no rate can be chosen, before any run."""
+    if earlier is not None:
+        check_beside(earlier, suite.seeds, {task.name: task.steps for task in planned})
     if any(len(one.rates) > 1 and "tuned" in one.leagues for one in suite.competitors):
         for number, task in enumerate(planned):
             if task.split == "own":

@@ -20,6 +20,7 @@ from l2lopt.estimators.higher import Higher
 from l2lopt.evaluation.free_runs import run_groups
 from l2lopt.evaluation.scores import log_losses
 from l2lopt.evaluation.torch_classes import TorchClass, is_torch_class, torch_class
+from l2lopt.evaluation.tuned_runs import check_step
 from l2lopt.experiments import from_python
 from l2lopt.experiments.config import Config, TrainConfig, problem_name
 from l2lopt.experiments.size_check import check_sizes
@@ -204,15 +205,17 @@ def build_training(
             raise UserError("train.warm_up", expected=expected, found=found, remedy="change the value")
     params, _ = optimisee.init(seed)
     try:
-        groups = factory(list(params.items())).param_groups
+        optimizer = factory(list(params.items()))
     except UserError:
         raise
     except (ValueError, TypeError, RuntimeError) as error:  # torch.optim's own checks
         where, remedy = f"optimiser {config.name!r}", "change the options, or choose another"
         raise UserError(where, expected="one for these parameters", found=str(error), remedy=remedy) from None
-    if not all("lr" in group for group in groups):
+    if not all("lr" in group for group in optimizer.param_groups):
         found, remedy = "none", 'call its rate "lr", as torch.optim does: the schedule sets it'
         raise UserError(f"optimiser {config.name!r}", expected="groups with a rate, 'lr'", found=found, remedy=remedy)
+    if not isinstance(optimizer, LearnedOptimizer):  # another class may find a mistake in its first step alone
+        check_step(factory, optimisee, f"optimiser {config.name!r}", config.train.splits[0])
     return Training(config, optimisee, factory)
 
 

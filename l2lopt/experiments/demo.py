@@ -51,7 +51,8 @@ def demo(
     config = configs.load(configs.demo(), changes)
     build.build(config)  # a mistake is said before anything is replaced
     source = weights_file(config.optimiser)
-    with run_folder.claimed(run, overwrite=_is_demo(Path(run), config), resume=False, source=source):
+    is_demo, written = _is_demo(Path(run), config), configs.dump(config)
+    with run_folder.claimed(run, overwrite=is_demo, resume=False, source=source, config=written):
         pass  # a folder that cannot be had is said before two processes have started, which takes seconds
     with TemporaryDirectory(prefix="l2lopt-demo-") as cache:
         run_jobs(partial(_make, config, Path(run), cache), PARTS, len(PARTS), report)

@@ -170,7 +170,7 @@ def describe(optimisee: Optimisee) -> dict[str, Any]:
         "layout": _digest([layout.names, [list(shape) for shape in layout.shapes], sorted(optimisee.roles().items())]),
         "batches": _digest([batch, second, *(_batch(optimisee, split) for split in ("inner", "heldout"))]),
         "evaluations": _digest([_evaluation(optimisee, split) for split in ("train", "heldout", "test")]),
-        "first_norm": f"{sum(float(value.double().square().sum()) for value in params.values()) ** 0.5:.4g}",
+        "first_norm": f"{sum(float(value.detach().double().square().sum()) for value in params.values()) ** 0.5:.4g}",
         "first_loss": f"{float(loss.detach()):.4g}",
         "nearby": _nearby(optimisee, layout, params, aux, batch),
         **optimisee.fingerprint(),

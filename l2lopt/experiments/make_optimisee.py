@@ -370,5 +370,7 @@ def _tensor(part: Tensor | np.ndarray) -> Tensor:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are equal, not-a-numbers included."""
+    """Whether two tensors are equal, not-a-numbers included; sparse ones, which are refused later, by their layout."""
+    if one.layout != torch.strided:
+        return one.layout == other.layout
     return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())

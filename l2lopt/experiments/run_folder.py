@@ -28,7 +28,7 @@ from l2lopt.report import figures
 from l2lopt.report.control_curves import NAME as CONTROLS
 from l2lopt.report.control_curves import control_curves, read_controls
 from l2lopt.report.validation_curves import read_validations, validation_curves
-from l2lopt.storage import run_lock, tensor_file, toml_file
+from l2lopt.storage import run_lock, run_log, tensor_file, toml_file
 from l2lopt.storage.disk_space import not_writable
 from l2lopt.storage.run_log import UNFINISHED, existing, write_json, written_whole
 from l2lopt.weights.files import header
@@ -79,7 +79,13 @@ _FACTS = {
 
 @contextmanager
 def claimed(
-    run: str | Path, overwrite: bool, resume: bool, artefacts: Sequence[str] = (), source: Path | None = None
+    run: str | Path,
+    overwrite: bool,
+    resume: bool,
+    artefacts: Sequence[str] = (),
+    source: Path | None = None,
+    *,
+    config: str = "",
 ) -> Iterator[Path]:
     """The folder for a run, made if need be, which other processes are kept out of within the block.
 
@@ -90,6 +96,8 @@ def claimed(
             what there is of an earlier one.
         artefacts: Patterns of further files that such a run leaves, beside those of registered optimisees.
         source: File of weights from which the run begins.
+        config: Text of the `config.toml` that the run is going to write: a folder that holds the same one, and not yet
+            a record, is of a run that was killed at once, and begins anew.
 
     Raises:
         UserError: For a folder in which another process works, a file, a folder that cannot be written in, files that
@@ -104,19 +112,33 @@ def claimed(
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise UserError(str(folder), expected="a folder", found="a file", remedy="choose another --run")
     with run_lock.locked(folder):
-        yield _cleared(folder, overwrite, resume, artefacts, source)
+        yield _cleared(folder, overwrite, resume, artefacts, source, config)
 
 
-def _cleared(folder: Path, overwrite: bool, resume: bool, artefacts: Sequence[str], source: Path | None) -> Path:
+def _is_begun(folder: Path, config: str) -> bool:
+    """Whether a folder holds this config, and nothing that the run would not make again."""
+    try:
+        left = {path.name for path in folder.iterdir()} - {run_lock.NAME, INITIAL}
+        left -= {path.name for pattern in UNFINISHED for path in folder.glob(pattern)}
+        return left == {CONFIG} and (folder / CONFIG).read_text(encoding="utf-8") == config
+    except (OSError, ValueError):
+        return False
+
+
+def _cleared(
+    folder: Path, overwrite: bool, resume: bool, artefacts: Sequence[str], source: Path | None, config: str
+) -> Path:
     """A folder that is locked, without the files of an earlier run; see `claimed`."""
     another = "choose another --run"
     try:
+        if not resume and _is_begun(folder, config):
+            _remove(folder, artefacts, source)
         unfinished = {path for pattern in UNFINISHED for path in folder.glob(pattern)}
         if not resume and {path for path in folder.iterdir() if path.name != run_lock.NAME} - unfinished:
             expected, events = "a new or empty folder", any(folder.glob("events.out.tfevents.*"))
-            if not (config := _is_runs(folder / CONFIG)) or not events:
+            if not (is_runs := _is_runs(folder / CONFIG)) or not events:
                 # A run that was killed at once has left the first alone.
-                remedy = f"{another}, or pass --resume if a run was killed here" if config else another
+                remedy = f"{another}, or pass --resume if a run was killed here" if is_runs else another
                 raise UserError(str(folder), expected=expected, found="files that no run has left", remedy=remedy)
             if not overwrite:
                 remedy = f"{another}, or pass --resume to go on or --overwrite to replace it"
@@ -250,9 +272,9 @@ def evaluation_summary(path: Path) -> Mapping[str, Any]:
         UserError: For a missing or damaged file.
     """
     remedy = "run l2lopt evaluate again"
-    existing(path, "an evaluation's summary", remedy)
+    written = run_log.read_bytes(path, "an evaluation's summary", remedy)
     try:
-        read = json.loads(path.read_text(encoding="utf-8"))
+        read = json.loads(written)
         cut = None if "cut" not in read else list(map(str, read["cut"]))  # older files do not say it
         proper = {name: str(value) for name, value in read.get("proper", {}).items()}
         table, horizons = [dict(row) for row in read["table"]], list(map(int, read["horizons"]))

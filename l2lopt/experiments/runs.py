@@ -95,11 +95,11 @@ def meta_train(
         source = from_python.source(config, optimiser, is_trained=True)
         experiment = build.build(configs.load(source.config, changes), source.optimisees)
         settings = experiment.config
-        files = experiment.optimisee.artefact_files, weights_file(settings.optimiser)
-        folder = processes.on_first(lambda: held.enter_context(claimed(run, overwrite, resume, *files)))
+        files, written = (experiment.optimisee.artefact_files, weights_file(settings.optimiser)), configs.dump(settings)
+        folder = processes.on_first(lambda: held.enter_context(claimed(run, overwrite, resume, *files, config=written)))
         checkpoint = CheckpointFile(folder / CHECKPOINT, _work(experiment))
         position = _log_position(checkpoint)  # refused before anything is written
-        processes.on_first(lambda: write_text(folder / "config.toml", configs.dump(settings)))
+        processes.on_first(lambda: write_text(folder / "config.toml", written))
         processes.on_first(lambda: weights.save(experiment.optimiser, folder / INITIAL))
         recording = nullcontext(NoRecords()) if processes.rank() else closing(Records(folder, *position))
         with recording as records, cpu_threads(settings.threads):
@@ -256,7 +256,8 @@ def train(
     source = from_python.source(config, optimiser)
     built = build.build_training(configs.load(source.config, changes, kind=TrainConfig), *source[1:])
     weights_from = weights_file(built.config.optimiser)
-    with claimed(run, overwrite, resume, built.optimisee.artefact_files, weights_from) as folder:
+    begun = built.optimisee.artefact_files, weights_from
+    with claimed(run, overwrite, resume, *begun, config=configs.dump(built.config)) as folder:
         return _train(built, folder, report)
 
 

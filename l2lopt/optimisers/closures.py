@@ -58,6 +58,16 @@ def closure_of(
     return closure
 
 
+def all_finite(loss: Tensor, params: Iterable[Tensor]) -> bool:
+    """Whether a loss, the parameters and their gradients are numbers all through.
+
+    Where they are not, a class of `torch.optim` may refuse its step, and the run has diverged.
+    """
+    params = list(params)
+    numbers = [loss, *params, *(param.grad for param in params if param.grad is not None)]
+    return all(bool(one.isfinite().all()) for one in numbers)
+
+
 def _copy(grad: Tensor | None) -> Tensor | None:
     return None if grad is None else grad.clone()
 

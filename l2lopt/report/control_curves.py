@@ -13,7 +13,8 @@ from matplotlib.axes import Axes
 
 from l2lopt.core.errors import UserError
 from l2lopt.report.style import DASHES, HARNESS, RULES, STYLE, shown, write_figure
-from l2lopt.storage.run_log import existing, written_whole
+from l2lopt.storage import csv_table
+from l2lopt.storage.run_log import written_whole
 
 NAME = "controls.csv"
 """Name of the table in a folder."""
@@ -75,23 +76,16 @@ def read_controls(path: Path) -> list[ControlCurve]:
         UserError: For a missing file, other columns, or a line that cannot be read (with its number).
     """
     remedy = "run l2lopt controls again"
-    existing(path, "a table of controls", remedy)
     found: dict[tuple[str, str, str], list[tuple[float, ...]]] = defaultdict(list)
-    with path.open(newline="", encoding="utf-8", errors="replace") as file:
-        lines = csv.DictReader(file)
-        if tuple(lines.fieldnames or ()) != COLUMNS:
-            said = ",".join(lines.fieldnames or ()) or "an empty file"
-            raise UserError(str(path), expected=f"columns {','.join(COLUMNS)}", found=said, remedy=remedy)
-        for number, line in enumerate(lines, start=2):
-            try:
-                key = line["kind"], line["control"], line["unit"]
-                if key[2] not in AT_THE_HARNESS:
-                    raise ValueError
-                found[key].append(tuple(float(line[name]) for name in COLUMNS[3:]))
-            except (TypeError, ValueError):
-                said = ",".join(str(value) for value in line.values())
-                where = f"{path}, line {number}"
-                raise UserError(where, expected="a control at a step", found=said, remedy=remedy) from None
+    for where, line in csv_table.read_lines(path, COLUMNS, "a table of controls", remedy):
+        try:
+            key = line["kind"], line["control"], line["unit"]
+            if key[2] not in AT_THE_HARNESS:
+                raise ValueError
+            found[key].append(tuple(float(line[name]) for name in COLUMNS[3:]))
+        except (TypeError, ValueError):
+            said = ",".join(str(value) for value in line.values())
+            raise UserError(where, expected="a control at a step", found=said, remedy=remedy) from None
     if not found:
         raise UserError(str(path), expected="controls", found="none", remedy=remedy)
     return [ControlCurve(*key, *np.array(rows, dtype=float).T) for key, rows in found.items()]

@@ -1,6 +1,5 @@
 """Loss curves from the records of runs."""
 
-import csv
 import json
 import math
 from collections import defaultdict
@@ -28,7 +27,7 @@ from l2lopt.report.style import (
     shown,
     write_figure,
 )
-from l2lopt.storage.run_log import existing
+from l2lopt.storage import csv_table, run_log
 
 COLUMNS = ("optimiser", "kind", "seed", "step", "split", "loss")
 """The columns of `evaluation.csv`."""
@@ -68,33 +67,26 @@ def read(path: Path) -> dict[tuple[str, str, str], Band]:
     Raises:
         UserError: For a missing file, other columns, a line that cannot be read (with its number), or too few losses.
     """
-    existing(path, "an evaluation", "run l2lopt evaluate first")
     losses: dict[tuple[str, str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    with path.open(newline="", encoding="utf-8", errors="replace") as file:
-        lines = csv.DictReader(file)
-        if tuple(lines.fieldnames or ()) != COLUMNS:
-            found = ",".join(lines.fieldnames or ()) or "an empty file"
-            raise UserError(str(path), expected=f"columns {','.join(COLUMNS)}", found=found, remedy="evaluate again")
-        for number, line in enumerate(lines, start=2):
-            try:
-                key = line["optimiser"], line["kind"], line["split"]
-                if key[1] not in ("learned", "baseline") or key[2] not in ("train", "test"):
-                    raise ValueError
-                losses[key][int(line["step"])].append(float(line["loss"]))
-            except (TypeError, ValueError):
-                found = ",".join(str(value) for value in line.values())
-                raise UserError(
-                    f"{path}, line {number}", expected="a loss", found=found, remedy="evaluate again"
-                ) from None
+    remedy = "run l2lopt evaluate"
+    for where, line in csv_table.read_lines(path, COLUMNS, "an evaluation", remedy):
+        try:
+            key = line["optimiser"], line["kind"], line["split"]
+            if key[1] not in ("learned", "baseline") or key[2] not in ("train", "test"):
+                raise ValueError
+            losses[key][int(line["step"])].append(float(line["loss"]))
+        except (TypeError, ValueError):
+            found = ",".join(str(value) for value in line.values())
+            raise UserError(where, expected="a loss", found=found, remedy=remedy) from None
     if not losses:
-        raise UserError(str(path), expected="losses", found="none", remedy="evaluate again")
+        raise UserError(str(path), expected="losses", found="none", remedy=remedy)
     for (name, _, split), by_step in losses.items():
         if len(counts := sorted({len(values) for values in by_step.values()})) > 1:
             raise UserError(
                 f"{path}: {printable(name)} on {split}",
                 expected="as many losses at each step",
                 found=f"{counts[0]} and {counts[-1]}",
-                remedy="evaluate again",
+                remedy=remedy,
             )
     return {
         key: Band(np.array(sorted(by_step)), np.array([by_step[step] for step in sorted(by_step)]))
@@ -110,9 +102,8 @@ def read_training(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     Raises:
         UserError: For a missing file, one without a loss, or a line that cannot be read (with its number).
     """
-    existing(path, "a training's records", "run l2lopt train first")
     found: dict[str, list[tuple[int, float]]] = {"train": []}
-    whole = path.read_text(encoding="utf-8", errors="replace")
+    whole = run_log.read_text(path, "a training's records", "run l2lopt train first")
     for number, text in enumerate(whole.splitlines(), start=1):
         try:
             line = json.loads(text)

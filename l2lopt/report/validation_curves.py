@@ -10,7 +10,7 @@ import numpy as np
 
 from l2lopt.core.errors import UserError
 from l2lopt.report.style import RULES, STYLE, lines_of, shown, write_figure
-from l2lopt.storage.run_log import existing
+from l2lopt.storage import run_log
 
 _PREFIX = "score/"
 _LOWEST = math.log(1e-12)
@@ -62,9 +62,8 @@ def read_validations(path: Path) -> Validations:
     Raises:
         UserError: For a missing file, or a line that cannot be read (with its number).
     """
-    existing(path, "a meta-training's records", "run l2lopt meta-train first")
     found = []
-    texts = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    texts = run_log.read_text(path, "a meta-training's records", "run l2lopt meta-train first").splitlines()
     for number, text in enumerate(texts, start=1):
         try:
             line = json.loads(text)

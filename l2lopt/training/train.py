@@ -15,7 +15,7 @@ from l2lopt.core.layout import Params
 from l2lopt.core.seeding import seed_of, seeded
 from l2lopt.core.types import Aux, Batch, Report, detach, silent
 from l2lopt.optimisee import Optimisee, StepInfo, evaluate_split
-from l2lopt.optimisers.closures import closure_of
+from l2lopt.optimisers.closures import all_finite, closure_of
 from l2lopt.optimisers.schedules import set_mode, set_rates
 from l2lopt.storage.checkpoint import Checkpoint, NoCheckpoint, fitting, pack, restoring, unpack
 from l2lopt.storage.run_log import NoRecords, Recorder
@@ -151,7 +151,7 @@ class _Training:
         params, self.aux = optimisee.init(seed)
         if settings.average is not None:
             _check_average(self.aux)
-        self.params = {name: value.clone().requires_grad_() for name, value in params.items()}
+        self.params = {name: value.detach().clone().requires_grad_() for name, value in params.items()}
         self.optimizer = factory(list(self.params.items()))
         self.rates = [float(group["lr"]) for group in self.optimizer.param_groups]  # before any schedule
         if isinstance(self.optimizer, LearnedOptimizer):  # which takes a decayed rate for a mistake otherwise
@@ -315,9 +315,15 @@ class _Training:
         if loss.isfinite():
             closure = closure_of(self.optimizer, self.params.values(), loss, lambda: evaluate()[0])
             with seeded(seed_of("torch-optim", self.seed, self.steps_made)):  # for optimisers that draw from it
-                self.optimizer.step(closure)  # type: ignore[arg-type]  # torch.optim calls a loss a float
-            self.aux = aux
-            self._add_to_mean()
+                try:
+                    self.optimizer.step(closure)  # type: ignore[arg-type]  # torch.optim calls a loss a float
+                except (RuntimeError, ValueError, ArithmeticError):
+                    if all_finite(loss, self.params.values()):
+                        raise
+                    loss = loss.new_tensor(math.nan)  # it refuses to go on from numbers that are none
+            if loss.isfinite():
+                self.aux = aux
+                self._add_to_mean()
         return {"loss": float(loss), "rate": rates[0], **figures}, facts
 
     def _add_to_mean(self) -> None:

@@ -211,6 +211,32 @@ def test_the_plan_counts_what_a_gradient_keeps():
     assert sum(held) == 4 * (100 * 300 + 100 * 200)
 
 
+def test_a_sparse_constant_is_not_counted():
+    """Of the product with it autograd keeps the constant, whose memory is the model's."""
+    features, adjacency = torch.zeros(4, 3, requires_grad=True), torch.eye(4).to_sparse()
+    with activations() as held:
+        torch.sparse.mm(adjacency, features).square().sum()
+    assert sum(held) == 4 * 4 * 3
+
+
+def test_a_loss_with_a_gradient_of_its_own_is_planned():
+    """`torch.func`, as in physics-informed losses, knows no hooks of saved tensors."""
+    task = problem(seeds=0)
+
+    def steep(params, aux, batch):
+        slope = torch.func.grad(lambda scale: task.loss(scale * params, aux, batch)[0])
+        return slope(torch.ones((), dtype=params.dtype)).square(), aux
+
+    plain, plan = (Blockwise().plan(task[0], loss, *task[2:4], task.steps, 4) for loss in (task.loss, steep))
+    assert (plan.window, plan.vector, plan.vectors) == (plain.window, plain.vector, plain.vectors)
+
+    def wrong(params, aux, batch):
+        raise RuntimeError("a mistake of the loss")
+
+    with pytest.raises(RuntimeError, match="a mistake of the loss"):
+        Blockwise().plan(task[0], wrong, *task[2:4], task.steps, 4)
+
+
 def test_the_plans_state_has_what_a_gradient_keeps(monkeypatch):
     task = problem()
 

@@ -64,6 +64,16 @@ def test_any_losses_and_names_come_back(losses, name, description):
         ((TASK,), [run_of("b", "x", "tuned", {10: [1.0]})], "runs of the tasks a, found one of b"),
         ((TASK,), [run_of("a", "x", "tuned", {10: [1.0, 2.0]})], "losses of 1 seeds, found others in x on a"),
         ((TASK,), [run_of("a", "x", "tuned", {9: [1.0]})], "train and test losses up to step 10, found others in x"),
+        (
+            (TASK,),
+            [run_of("a", "x", "tuneb", {10: [1.0]})],
+            "in untuned, self-tuned, tuned, found baseline in tuneb: x on a",
+        ),
+        (
+            (TASK,),
+            [dataclasses.replace(run_of("a", "x", "tuned", {10: [1.0]}), rates={})],
+            "a rate for train and one for test",
+        ),
     ],
 )
 def test_what_contradicts_itself_is_refused(tasks, runs, message):
@@ -82,9 +92,10 @@ def test_damaged_files_are_refused(tmp_path, change):
 def test_other_files_are_refused(tmp_path):
     with pytest.raises(UserError, match="found nothing; run l2lopt benchmark first"):
         read_result(tmp_path / "result.json")
-    (tmp_path / "result.json").write_text("{")
-    with pytest.raises(UserError, match="run l2lopt benchmark again"):
-        read_result(tmp_path / "result.json")
+    for damaged in ("{", "[" * 100_000):
+        (tmp_path / "result.json").write_text(damaged)
+        with pytest.raises(UserError, match="run l2lopt benchmark again"):
+            read_result(tmp_path / "result.json")
 
 
 def test_a_result_is_frozen():

@@ -90,6 +90,12 @@ def test_runs_of_an_earlier_result_stand_beside(tmp_path, monkeypatch):
     found = l2lopt.benchmark("smoke", tmp_path / "two", changes=CHANGES[:3] + own, steps=8, beside=file)
     assert [run.optimiser for run in found.runs[:2]] == ["momentum"] * 2
     assert json.dumps(found.to_json()["runs"][2:]) == json.dumps(first.to_json()["runs"])
+    monkeypatch.setattr(benchmark_jobs, "make_runs", lambda *_: pytest.fail("runs were made before the refusal"))
+    for given, message in (({"steps": 9}, "9 steps of .*, found 8"), ({"changes": ["seeds=3"]}, "3 seeds, found 2")):
+        asked = {"changes": CHANGES[:3] + own, "steps": 8} | given
+        asked["changes"] = [*CHANGES[:3], *own, *given.get("changes", [])]
+        with pytest.raises(UserError, match=f"beside: expected {message}"):
+            l2lopt.benchmark("smoke", tmp_path / "other", beside=file, **asked)
     run_command = ["l2lopt", "benchmark", "smoke", "--run", str(tmp_path / "three"), "--beside", str(tmp_path / "none")]
     monkeypatch.setattr("sys.argv", run_command)
     with pytest.raises(SystemExit) as ended:
@@ -270,7 +276,10 @@ def test_a_rule_with_a_part_of_ones_own_takes_part_where_it_is_trusted(tmp_path)
         ({"tasks": {"m": torch.nn.Linear(2, 2)}}, "task 'm': expected an Optimisee, or the choice of one"),
         ({"tasks": {}}, "tasks: expected at least one"),
         ({"tasks": ["quadratic"]}, "tasks: expected a name for each, found a list"),
+        ({"optimisers": ["adam"]}, "optimisers: expected a name for each, found a list"),
         ({"steps": 0}, "steps: expected at least 1, found 0"),
+        ({"steps": "5"}, "steps: expected at least 1, found a str"),
+        ({"jobs": 2.0}, "jobs: expected at least 1, found a float"),
         ({"jobs": 0}, "jobs: expected at least 1, found 0"),
         (
             {"tasks": {"q": {"name": "quadratic", "size": np.int64(3)}}},

@@ -116,6 +116,19 @@ def test_another_run_is_not_replaced(tmp_path, monkeypatch):
     assert (run / "optimiser.safetensors").read_text() == "mine"
 
 
+def test_a_demo_that_was_killed_at_once_is_begun_anew(tmp_path, monkeypatch):
+    """It has no --resume, and neither records nor events tell whose folder it is."""
+    started = []
+    monkeypatch.setattr("l2lopt.experiments.demo.run_jobs", lambda *given: started.append(given) or 1 / 0)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.toml").write_text(configs.dump(configs.load(configs.demo())))
+    with pytest.raises(ZeroDivisionError):
+        l2lopt.demo(run)
+    assert len(started) == 1
+    assert not (run / "config.toml").exists()
+
+
 def test_the_weights_that_a_demo_begins_from_stay(tmp_path, monkeypatch):
     monkeypatch.setattr("l2lopt.experiments.demo.run_jobs", lambda *_: pytest.fail("processes were started"))
     run = tmp_path / "run"

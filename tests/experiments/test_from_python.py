@@ -15,6 +15,7 @@ import l2lopt
 import optimisees
 from l2lopt import optimisers
 from l2lopt.core.errors import UserError
+from l2lopt.evaluation.free_runs import run_free
 from l2lopt.experiments import build, from_python, runs
 from l2lopt.experiments import config as configs
 from l2lopt.experiments.config import TrainConfig
@@ -41,6 +42,33 @@ META = [
 RULE = {"name": "coordinatewise", "hidden_size": 3}
 ADAM = {"name": "adam", "lr": 0.01}
 TRAIN = ["threads=1", "train.steps=6", "train.checkpoint_every=1", "train.evaluate_every=3"]
+
+
+class OfAModule(optimisees.Quadratic):
+    """Gives the parameters of a module as they are, which want a gradient."""
+
+    def init(self, seed):
+        params, aux = super().init(seed)
+        return {name: nn.Parameter(value) for name, value in params.items()}, aux
+
+
+@pytest.mark.parametrize("optimiser", ["torch.optim.Adam", ADAM, "lstm"], ids=str)
+def test_parameters_of_a_module_train_as_their_numbers(tmp_path, optimiser):
+    given = l2lopt.load("lstm") if optimiser == "lstm" else optimiser
+    ends = [
+        l2lopt.train(make(3), tmp_path / make.__name__, optimiser=given, changes=TRAIN)
+        for make in (OfAModule, optimisees.Quadratic)
+    ]
+    laws.assert_same(*(end.params for end in ends))
+    assert not any(value.requires_grad for value in ends[0].params.values())
+
+
+def test_baselines_meet_the_parameters_of_a_module():
+    losses = [
+        run_free(partial(torch.optim.SGD, lr=0.1), make(3), [0], [0, 3]).losses["train"]
+        for make in (OfAModule, optimisees.Quadratic)
+    ]
+    assert torch.equal(*losses)
 
 
 def problem(hidden=4, inputs=INPUTS, activation=nn.Tanh, batch_size=20, **options):

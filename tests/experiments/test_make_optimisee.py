@@ -393,6 +393,17 @@ class Turned(nn.Dropout):
         return super().forward(x.mT).mT
 
 
+class Sparse(nn.Linear):
+    """As of a graph; no checkpoint holds such a buffer."""
+
+    def __init__(self):
+        super().__init__(3, 2)
+        self.register_buffer("adjacency", torch.eye(2).to_sparse())
+
+    def forward(self, inputs):
+        return torch.sparse.mm(self.adjacency, super().forward(inputs).T).T
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -410,6 +421,7 @@ class Turned(nn.Dropout):
         ),
         (lambda: nn.Sequential(nn.Linear(3, 2), nn.RReLU()), "expected a loss that is pure, found RReLU"),
         (nn.Linear, "model: expected a function without arguments, found missing a required .*'in_features'; write"),
+        (lambda: Sparse(), r"model: expected dense parameters and buffers, found a sparse one; call to_dense\(\), or"),
         (lambda: nn.LazyLinear(2), "fresh nn.Module, found lazy parameters; give the layers their sizes, or call"),
     ],
 )

@@ -62,6 +62,35 @@ def test_a_run_that_was_killed_at_once_is_begun_by_resuming(tmp_path):
     assert l2lopt.train(TRAIN, run, resume=True).steps == 2
 
 
+@pytest.mark.parametrize("make", [l2lopt.train, l2lopt.meta_train])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_run_that_was_killed_at_once_is_begun_anew(tmp_path, make, overwrite):
+    """Whose config is the same, so that nothing is lost that this one does not make again."""
+    settings, run = TRAIN if make is l2lopt.train else META, tmp_path / "run"
+    make(settings, run)
+    kept = {"config.toml", "initial.safetensors"}
+    for path in sorted(run.rglob("*"), reverse=True):
+        if path.is_dir():
+            path.rmdir()
+        elif path.name not in kept:
+            path.unlink()
+    (run / ".config-0123456789ab.toml").write_text("half")
+    begun = (run / "config.toml").read_text()
+    for other in (begun + "\n# a remark of mine\n", begun.replace("seed = 0", "seed = 1")):
+        (run / "config.toml").write_text(other)
+        with pytest.raises(UserError, match="expected a new or empty folder, found files that no run has left"):
+            make(settings, run, overwrite=overwrite)
+        assert (run / "config.toml").read_text() == other
+    (run / "config.toml").write_text(begun)
+    (run / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="found files that no run has left"):
+        make(settings, run, overwrite=overwrite)
+    (run / "notes.txt").unlink()
+    make(settings, run, overwrite=overwrite)
+    assert (run / "config.toml").read_text() == begun
+    assert any(run.glob("events.*"))
+
+
 def test_a_folder_of_others_with_a_runs_names_is_not_gone_on_in(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"loss": 1}\n')
     (tmp_path / "result.json").write_text("{}")

@@ -48,6 +48,7 @@ def test_the_table_is_read_as_it_was_written(tmp_path):
         (HEADER + "matrix,step,factor,1,1,1,1\nmatrix,step,factor,two,1,1,1\n", r"line 3: expected a control"),
         (HEADER + "matrix,step,metres,1,1,1,1\n", r"line 2: expected a control"),
         (HEADER + "matrix,step,factor,1,1\n", r"line 2: expected a control"),
+        (HEADER + '"matrix,step,factor,1,1,1,1\n' + "matrix,step,factor,1,1,1,1\n" * 9999, r"a line of a table"),
     ],
 )
 def test_a_damaged_table_is_refused(tmp_path, content, message):

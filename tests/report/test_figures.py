@@ -5,7 +5,9 @@ import pytest
 from scipy import stats
 
 from l2lopt.core.errors import UserError
-from l2lopt.report import figures
+from l2lopt.evaluation import benchmark_result
+from l2lopt.experiments import run_folder
+from l2lopt.report import control_curves, figures, validation_curves
 
 HEADER = ",".join(figures.COLUMNS) + "\n"
 
@@ -33,6 +35,7 @@ def test_bands_are_means_and_students_intervals(tmp_path):
         (HEADER + "a,learned,0,ten,train,1.0\n", r"line 2: expected a loss"),
         (HEADER + "a,learned,0,1,train,1.0\na,learned\n", r"line 3: expected a loss"),
         (HEADER + "a,other,0,1,train,1.0\n", r"line 2: expected a loss"),
+        (HEADER + 'a,"learned,0,1,train,1.0\n' + "a,learned,0,1,train,1.0\n" * 9999, r"expected a line of a table"),
         (HEADER + "a,learned,0,1,train,1.0\na,learned,1,1,train,1.0\na,learned,0,2,train,1.0\n", r"found 1 and 2"),
     ],
 )
@@ -262,3 +265,26 @@ def test_a_batch_without_any_loss_leaves_the_others_to_be_seen(tmp_path, monkeyp
     assert panel.get_yscale() == "log"
     assert panel.get_ylim()[0] < 1e-5
     figures.plt.close(seen[0])
+
+
+@pytest.mark.parametrize(
+    "reader",
+    [
+        figures.read,
+        figures.read_training,
+        control_curves.read_controls,
+        validation_curves.read_validations,
+        run_folder.evaluation_summary,
+        benchmark_result.read_result,
+    ],
+)
+def test_a_file_that_cannot_be_read_is_said(tmp_path, monkeypatch, reader):
+    """As another user's on a machine of several; for the system's own user nothing is closed."""
+
+    def closed(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    path = written(tmp_path, HEADER)
+    monkeypatch.setattr(type(path), "read_bytes", closed)
+    with pytest.raises(UserError, match=r"evaluation\.csv: expected .* that can be read, found Permission denied"):
+        reader(path)

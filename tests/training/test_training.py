@@ -354,6 +354,11 @@ MISTAKES = [
     ("optimiser={weights='learned.safetensors', rate=2}", r"optimiser 'weights': rate: expected a known key"),
     ("optimiser={weights='learned.safetensors', lr=-1}", r"lr: expected at least 0, found -1"),
     ("optimiser={lr=1}", r"optimiser: expected a table with the key 'name'"),
+    (
+        "optimiser={name='torch.optim.LBFGS', line_search_fn='bogus'}",
+        r"optimiser 'torch.optim.LBFGS': expected one that can step, found only 'strong_wolfe' is supported",
+    ),
+    ("optimiser={name='torch.optim:SparseAdam', lr=0.1}", r"expected one that can step, found SparseAdam does not"),
     ("train.step=3", r"train.step: expected a known key, found 'step'; did you mean 'steps'?"),
     ("train.warm_up=10", r"train.warm_up: expected at most 9, the steps, found 10"),
     ("train.schedule=cosines", r"train.schedule: expected 'constant' or 'cosine', found 'cosines'"),
@@ -454,6 +459,30 @@ def test_an_optimiser_that_draws_is_the_same_in_every_run():
         found.append(training.train(task, partial(Drawing, lr=0.01), settings, seed=seed).params["theta"])
     assert torch.equal(found[0], found[1])
     assert not torch.equal(found[0], found[2])
+
+
+class Refusing(torch.optim.SGD):
+    """Refuses its third step, as some do of numbers that are none."""
+
+    made, spoils = 0, True
+
+    def step(self, closure=None):
+        self.made += 1
+        if self.made == 3:
+            if self.spoils:
+                self.param_groups[0]["params"][0].grad[0] = math.nan
+            raise ValueError("not a number")
+        return super().step(closure)
+
+
+def test_a_class_that_refuses_numbers_that_are_none_has_diverged(monkeypatch):
+    task, settings = optimisees.make("quadratic", size=3), TrainSettings(steps=6, evaluate_every=1)
+    result = training.train(task, partial(Refusing, lr=0.01), settings)
+    assert (result.diverged, result.steps) == (3, 3)
+    assert math.isfinite(result.metrics["loss"])
+    monkeypatch.setattr(Refusing, "spoils", False)
+    with pytest.raises(ValueError, match="not a number"):
+        training.train(task, partial(Refusing, lr=0.01), settings)
 
 
 class WithoutRate(torch.optim.Optimizer):
