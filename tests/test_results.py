@@ -295,10 +295,28 @@ def test_the_readme_has_the_perplexities_of_the_language_model():
     assert said in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_what_is_said_of_the_full_network_is_in_its_losses():
+def losses_of_the_full_network():
+    """(optimiser, split, step) → the loss on both networks."""
     losses = {}
-    for row in csv.DictReader(read("fig3-batch32/evaluation.csv").splitlines()):
-        losses.setdefault((row["optimiser"], row["split"], int(row["step"])), []).append(float(row["loss"]))
+    for name in ("evaluation", "additive"):
+        for row in csv.DictReader(read(f"fig3-batch32/{name}.csv").splitlines()):
+            losses.setdefault((row["optimiser"], row["split"], int(row["step"])), []).append(float(row["loss"]))
+    return losses
+
+
+def on_both_networks(losses, learned, other):
+    """Of training and test loss: the differences with their interval, and this alone."""
+    found = []
+    for split in ("train", "test"):
+        pairs = zip(losses[learned, split, 1000], losses[other, split, 1000], strict=True)
+        differences = [one - other for one, other in pairs]
+        shown = "{:.2f} [{:.2f}, {:.2f}]".format(*interval(differences)).replace("-", "−")
+        found.append((", ".join(f"{value:.2f}" for value in differences).replace("-", "−") + f": {shown}", shown))
+    return found
+
+
+def test_what_is_said_of_the_full_network_is_in_its_losses():
+    losses = losses_of_the_full_network()
     text, (lstm, rule) = read("fig3-batch32/README.md"), ("LSTM per tensor", "IHC-LSTM per tensor")
     lines = (ROOT / "docs/claims.md").read_text(encoding="utf-8").splitlines()
     claims = {
@@ -312,16 +330,9 @@ def test_what_is_said_of_the_full_network_is_in_its_losses():
     of_cells = next(line for line in lines if line.startswith("| The IHC-LSTM is below the LSTM |"))
     rows["IHC-LSTM against LSTM, per tensor"] = rule, lstm, of_cells
     for said, (learned, other, claim) in rows.items():
-        cells = []
-        for split in ("train", "test"):
-            pairs = zip(losses[learned, split, 1000], losses[other, split, 1000], strict=True)
-            found = [one - other for one, other in pairs]
-            mean = fmean(found)
-            low, high = stats.t.interval(0.95, len(found) - 1, mean, stats.sem(found))
-            interval = f"{mean:.2f} [{low:.2f}, {high:.2f}]".replace("-", "−")
-            assert interval in claim
-            cells.append(", ".join(f"{value:.2f}" for value in found).replace("-", "−") + f": {interval}")
-        assert f"| {said} | {cells[0]} | {cells[1]} |" in text
+        cells = on_both_networks(losses, learned, other)
+        assert all(shown in claim for _, shown in cells)
+        assert f"| {said} | {cells[0][0]} | {cells[1][0]} |" in text
     told = re.search(
         r"the IHC-LSTM is ([\d.]+), SGD's ([\d.]+) and Adam's ([\d.]+); the\s+LSTM's ([\d.]+), behind Adam's. "
         r"On the second they are ([\d.]+), ([\d.]+), ([\d.]+) and ([\d.]+)\.",
@@ -336,6 +347,22 @@ def test_what_is_said_of_the_full_network_is_in_its_losses():
     assert re.search(r"Muon ends at {:.3f}\s+and {:.3f}, ".format(*ends), text)
     assert "network ends at {:.3f} and {:.3f}, between".format(*ends[2:]) in text
     assert "test loss {:.3g}, {:.3g}, {:.3g} and {:.3g};".format(*list(test.values())[:4]) in claims["SGD"]
+
+
+def test_what_is_said_of_the_additive_rule_on_the_full_network_is_in_its_losses():
+    losses, (lstm, rule) = losses_of_the_full_network(), (f"{cell}, additive rule" for cell in CELLS)
+    text = read("fig3-batch32/README.md").partition("**A rule per coordinate at this size.**")[2]
+    lines = (ROOT / "docs/claims.md").read_text(encoding="utf-8").splitlines()
+    claim = next(line for line in lines if "with the additive rule" in line and "on the full ResNet-34" in line)
+    rows = {f"{one} against {said}": (one, OTHERS[said]) for one in (lstm, rule) for said in ("SGD", "Adam", "Muon")}
+    rows["IHC-LSTM against LSTM, additive rule"] = rule, lstm
+    for said, pair in rows.items():
+        cells = on_both_networks(losses, *pair)
+        assert f"| {said} | {cells[0][0]} | {cells[1][0]} |" in text
+        assert all(shown in claim for _, shown in cells) or "Muon" in said
+    for name in (lstm, rule):
+        ends = [f"{fmean(losses[name, split, 1000]):.2f}" for split in ("train", "test")]
+        assert "{} and {}".format(*ends) in re.sub(r"\s+", " ", text)
 
 
 @pytest.mark.parametrize("cell", ["LSTM", "IHC-LSTM"])

@@ -224,8 +224,8 @@ def test_a_loss_with_a_gradient_of_its_own_is_planned():
     task = problem(seeds=0)
 
     def steep(params, aux, batch):
-        slope = torch.func.grad(lambda scale: task.loss(scale * params, aux, batch)[0])
-        return slope(torch.ones((), dtype=params.dtype)).square(), aux
+        derivative = torch.func.grad(lambda scale: task.loss(scale * params, aux, batch)[0])
+        return derivative(torch.ones((), dtype=params.dtype)).square(), aux
 
     plain, plan = (Blockwise().plan(task[0], loss, *task[2:4], task.steps, 4) for loss in (task.loss, steep))
     assert (plan.window, plan.vector, plan.vectors) == (plain.window, plain.vector, plain.vectors)
