@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import re
 from itertools import product
 from pathlib import Path
@@ -105,6 +106,10 @@ OTHERS = {
 }
 RULES = {" per tensor": OTHERS, ", the paper's rule": ("SGD", "Adam", "AdamW", "Muon")}
 CELLS = ("LSTM", "IHC-LSTM")
+UNTRAINED = ("2:df7854cce81dc514", "2:70c176f49fcf12c4")
+"""The additive rule before meta-training, of both cells, as the files of its runs name it."""
+NETWORKS = (1284150548488319988, 6252209983638861168)
+"""Seeds of the first two networks."""
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
@@ -217,6 +222,18 @@ def test_the_losses_of_the_additive_rule_are_those_that_are_said():
         mean, low, high = interval([other - one for one, other in pairs])
         shown.append(f"{mean:+.2f} [{low:.2f}, {high:.2f}]".replace("-", "−"))
     assert f"| IHC-LSTM against LSTM, additive rule | {' | '.join(shown)} |" in text
+
+
+def test_the_additive_rule_ends_above_guessing_without_its_meta_training():
+    text, ends = re.sub(r"\s+", " ", read("fig3-width16/README.md")), {}
+    for path in (REFERENCE / "fig3-width16" / "runs").glob("*.json"):
+        run = json.loads(path.read_text(encoding="utf-8"))
+        work = json.loads(run["work"])
+        if work.get("rule") in UNTRAINED:
+            ends[work["rule"], work["seeds"][0]] = run["losses"]["train"][-1][0]
+    shown = [f"{ends[rule, seed]:.2f}" for rule in UNTRAINED for seed in NETWORKS]
+    assert "at {} and {} in training loss with the LSTM and at {} and {} with the IHC-LSTM".format(*shown) in text
+    assert all(float(loss) > math.log(10) for loss in shown)
 
 
 def test_what_further_meta_training_has_brought_is_what_was_recorded():
