@@ -377,6 +377,8 @@ def test_what_is_said_of_the_additive_rule_on_the_full_network_is_in_its_losses(
         cells = on_both_networks(losses, *pair)
         assert f"| {said} | {cells[0][0]} | {cells[1][0]} |" in text
         assert all(shown in claim for _, shown in cells) or "Muon" in said
+    early = "with {:.2f} and {:.2f} in training loss, SGD at {:.2f} and Adam at {:.2f}, and lose"
+    assert early.format(*(fmean(losses[name, "train", 251]) for name in (lstm, rule, "sgd", "adam"))) in text
     for name in (lstm, rule):
         ends = [f"{fmean(losses[name, split, 1000]):.2f}" for split in ("train", "test")]
         assert "{} and {}".format(*ends) in re.sub(r"\s+", " ", text)

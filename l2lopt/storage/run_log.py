@@ -223,16 +223,7 @@ def read_bytes(path: Path, what: str, remedy: str) -> bytes:
 
 
 def read_text(path: Path, what: str, remedy: str) -> str:
-    """The text of a file that a user has named, with a mark in the place of what is no UTF-8.
-
-    Args:
-        path: File.
-        what: Description of the file for the error, such as "a text".
-        remedy: Advice for the error.
-
-    Raises:
-        UserError: If it is missing, a folder, or cannot be read.
-    """
+    """The text of a file that a user has named, with a mark in the place of what is no UTF-8; see `read_bytes`."""
     return read_bytes(path, what, remedy).decode("utf-8", errors="replace")
 
 
