@@ -248,7 +248,7 @@ def step_times(
                     check_baseline(competitor, made.optimisee)
                 seconds = [protocol.step_seconds(made, planned.steps, runs) for runs in (1, together)]
                 known = cached() | {key: seconds}  # another benchmark may have written meanwhile
-                write_json(path, {"work": work, "seconds": known})
+                write_json(path, {"work": work, "seconds": known}, seal=True)
         found[task, number] = StepTime(*known[key])
     report("time steps", len(pairs), len(pairs), {})
     return found
