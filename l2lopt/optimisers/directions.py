@@ -4,7 +4,7 @@ Each is an `Input` of one feature, so that hand-designed optimisers, learned rul
 """
 
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Literal
 
 import torch
@@ -113,6 +113,24 @@ def orthogonalised(
             found[index] = (result.mT if rows > columns else result).reshape(parts[index].shape)
     filled = [torch.zeros_like(part) if one is None else one for part, one in zip(parts, found, strict=True)]
     return torch.cat([values[..., :0], *filled], -1)
+
+
+def orthogonalised_whole(
+    values: Tensor, layout: Layout, coefficients: Coefficients, precision: torch.dtype | None
+) -> Tensor:
+    """`orthogonalised`, also for a layout of parts of tensors: in a slice of the coordinates or across processes.
+
+    Args:
+        values: [..., n].
+        layout: Layout of the values; see `Layout.whole`.
+        coefficients: (a, b, c) of each step.
+        precision: Dtype of the products; None chooses as `fast_precision` does.
+
+    Raises:
+        UserError: If the layout is a slice that nothing is recorded for, or its tensors cannot be gathered.
+    """
+    function = partial(orthogonalised, coefficients=coefficients, precision=precision)
+    return layout.whole("orthogonalised", function, values, "matrix")
 
 
 def fast_precision(values: Tensor, smaller: int) -> torch.dtype:
@@ -236,11 +254,8 @@ class Orthogonalised(Input):
         adam, after = self.adam(step_inputs, memory)
         nesterov = self.adam.beta1 * after["m"] + (1 - self.adam.beta1) * step_inputs.grads
         layout = step_inputs.layout
-
-        def function(values: Tensor, layout: Layout) -> Tensor:
-            return orthogonalised(values, layout, self.coefficients, self.precision)
-
-        found, matrix = layout.whole("orthogonalised", function, nesterov, "matrix"), is_matrix(layout, nesterov)
+        found = orthogonalised_whole(nesterov, layout, self.coefficients, self.precision)
+        matrix = is_matrix(layout, nesterov)
         return torch.where(matrix, found, adam[0])[None], {**after, "v": torch.where(matrix, 0.0, after["v"])}
 
 

@@ -23,7 +23,7 @@ from l2lopt.optimisers import controls as controls_module
 from l2lopt.optimisers import facts as facts_module
 from l2lopt.optimisers.base import Optimiser, zero_step, zeros
 from l2lopt.optimisers.controls import Bounds, mixed
-from l2lopt.optimisers.directions import Orthogonalised, is_matrix, orthogonalised
+from l2lopt.optimisers.directions import Orthogonalised, is_matrix, orthogonalised_whole
 from l2lopt.optimisers.facts import LOSSES, SLOW, USUAL
 from l2lopt.optimisers.hand_designed import bias_corrected, safe_sqrt
 from l2lopt.optimisers.normalised_muon import REST, NormalisedMuon
@@ -302,11 +302,7 @@ class Hierarchical(Optimiser):
             momentum = momentum + turn.abs() * (weight * other - momentum)
             mean = mean + turn.abs() * (other - mean)
         adam = mean / (safe_sqrt(moments.square) + self.direction.adam.eps)
-
-        def function(values: Tensor, layout: Layout) -> Tensor:
-            return orthogonalised(values, layout, self.direction.coefficients, self.direction.precision)
-
-        found = layout.whole("orthogonalised", function, momentum, "matrix")
+        found = orthogonalised_whole(momentum, layout, self.direction.coefficients, self.direction.precision)
         directions = {"main": torch.where(is_matrix(layout, momentum), found, adam)}
         # A sign is of size 1 however small its momentum is, and the slow mean outlasts the others by far: without this
         # a coordinate that has lost its gradient would go on.

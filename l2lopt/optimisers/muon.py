@@ -13,7 +13,7 @@ from l2lopt.core.kinds import stack_of
 from l2lopt.core.layout import Layout
 from l2lopt.core.types import OptimiserState
 from l2lopt.optimisers.base import Optimiser, no_moments
-from l2lopt.optimisers.directions import COEFFICIENTS, PRECISIONS, is_matrix, orthogonalised
+from l2lopt.optimisers.directions import COEFFICIENTS, PRECISIONS, is_matrix, orthogonalised_whole
 from l2lopt.optimisers.hand_designed import bias_corrected, check_decay, check_decays, safe_sqrt
 from l2lopt.optimisers.rates import Rate, check_rate, per_row
 
@@ -84,11 +84,8 @@ class Muon(Optimiser):
         beta1 = self._each([self.momentum if one else self.beta1 for one in kinds], layout, grads)
         m = beta1 * state.coordinates["m"] + (1 - beta1) * grads
         v = torch.where(matrix, 0.0, self.beta2 * state.coordinates["v"] + (1 - self.beta2) * grads.square())
-
-        def function(values: Tensor, layout: Layout) -> Tensor:
-            return orthogonalised(values, layout, self.coefficients, self.precision)
-
-        turned = layout.whole("orthogonalised", function, beta1 * m + (1 - beta1) * grads, "matrix")
+        nesterov = beta1 * m + (1 - beta1) * grads
+        turned = orthogonalised_whole(nesterov, layout, self.coefficients, self.precision)
         sizes = self._each(self._scales(layout), layout, grads)
         adam = bias_corrected(m, self.beta1, step) / (safe_sqrt(bias_corrected(v, self.beta2, step)) + self.eps)
         direction = torch.where(matrix, sizes * turned, adam) + self.weight_decay * params
