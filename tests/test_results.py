@@ -384,6 +384,38 @@ def test_what_is_said_of_the_additive_rule_on_the_full_network_is_in_its_losses(
         assert "{} and {}".format(*ends) in re.sub(r"\s+", " ", text)
 
 
+def test_what_eight_meta_updates_on_the_full_network_did_is_in_their_records_and_losses():
+    losses = losses_of_the_full_network()
+    for row in csv.DictReader(read("fig3-batch32/additive-further.csv").splitlines()):
+        losses.setdefault((row["optimiser"], row["split"], int(row["step"])), []).append(float(row["loss"]))
+    text = read("fig3-batch32/README.md").partition("**Meta-trained further at this size.**")[2]
+    lines = (ROOT / "docs/claims.md").read_text(encoding="utf-8").splitlines()
+    claim = next(line for line in lines if "meta-trained further on the full ResNet-34" in line)
+    for cell in CELLS:
+        name = f"additive-{cell.lower()}-further"
+        records = [json.loads(line) for line in read(f"fig3-batch32/{name}.jsonl").splitlines()]
+        updates = [f"{record['meta_loss']:.2f}" for record in records if record["stage"] == "meta-train"]
+        before, after = (record["score"] for record in records if record["stage"] == "validation")
+        assert f"| {cell} | {' | '.join(updates)} | {before:.3f} | {after:.3f} |" in text
+        header = l2lopt.weights.files.header(REFERENCE / "fig3-batch32" / f"{name}.safetensors")["training"]
+        assert (header["score"], header["meta_updates"]) == (after, len(updates)) == (after, 8)
+        learned = f"{cell}, additive rule, further"
+        others = {said: OTHERS[said] for said in ("SGD", "Adam", "Muon")}
+        for said, other in {**others, "the rule it began with": f"{cell}, additive rule"}.items():
+            ends = [(losses[learned, split, 1000][0], losses[other, split, 1000][0]) for split in ("train", "test")]
+            shown = [f"{one - another:.2f}".replace("-", "−") for one, another in ends]
+            assert f"| {cell} against {said} | {' | '.join(shown)} |" in text
+        own = [f"{losses[learned, split, 1000][0]:.2f}" for split in ("train", "test")]
+        assert re.search(rf"(?<!-){cell} {own[0]} and {own[1]}", claim)
+    names = [*(f"{cell}, additive rule{more}" for more in (", further", "") for cell in CELLS), "sgd", "adam"]
+    at = {step: [f"{losses[name, 'train', step][0]:.2f}" for name in names] for step in (63, 251)}
+    said = "at step 63 at {} (LSTM) and {} (IHC-LSTM) in training loss, where before they are at {} and {}, and"
+    text = re.sub(r"\s+", " ", text)
+    assert said.format(*at[63]) in text
+    assert "at step 251 at {} and {}, before {} and {}, SGD {} and Adam {}.".format(*at[251]) in text
+    assert "at step 251, training loss: {}, {}, {} and {} |".format(*at[251][:2], *at[251][4:]) in claim
+
+
 @pytest.mark.parametrize("cell", ["LSTM", "IHC-LSTM"])
 def test_the_rates_that_the_papers_rule_learned_are_those_of_its_weights(cell):
     """s i of the update −(1 − f)∘θ − s i∘g, the mean of 400 coordinates after 100 gradients of one size."""
