@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from l2lopt.core.choices import checks_words
 from l2lopt.core.errors import UserError, above_0, few
+from optimisees import precision
 from optimisees.data import image_inputs, images
 from optimisees.data.datasets import class_count
 from optimisees.module import ModuleOptimisee, accuracy
@@ -129,8 +130,7 @@ def resnet(
         # that lie last, where the processor has AVX2 and no AVX-512: `free(): invalid next size`.
         logging.getLogger("l2lopt").info("optimisee.channels_last: not on a CPU below a width of 8, which may crash")
         channels_last = False
-    if autocast and torch.device(device).type == "cpu" and image_inputs.emulates_bfloat16():
-        logging.getLogger("l2lopt").info("this processor emulates bfloat16: optimisee.autocast=false is faster on it")
+    precision.tell_if_emulated(device, autocast)
     mean, deviation = (part.to(device) for part in image_inputs.statistics(pictures.train_inputs, kind))
 
     def factory() -> nn.Module:

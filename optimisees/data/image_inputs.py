@@ -1,15 +1,9 @@
 """What a model sees of images in uint8: normalised, and changed at random in training."""
 
-import platform
-
 import torch
 from torch import Tensor, nn
 
-
-def emulates_bfloat16() -> bool:
-    """Whether this processor is of a kind that computes in bfloat16, but does not itself."""
-    supported = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
-    return platform.machine() in ("x86_64", "AMD64") and not supported()
+from optimisees import precision
 
 
 class Normalised(nn.Module):
@@ -35,8 +29,7 @@ class Normalised(nn.Module):
         x = (images.to(self.mean.dtype) - self.mean) / self.deviation
         if self.channels_last:  # in words that vmap knows
             x = x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
-        # Weights are used once a call: a cache of their casts would only keep them.
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast, cache_enabled=False):
+        with precision.autocast(x.device, self.autocast):
             outputs: Tensor = self.model(x)
         return outputs.to(x.dtype)
 

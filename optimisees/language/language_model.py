@@ -21,6 +21,7 @@ from l2lopt.core.types import Aux, Batch
 from l2lopt.optimisee import Optimisee, SampleRequest, SavedRun, Split, StepInfo
 from l2lopt.sequence import Stack, StackState
 from l2lopt.sequence.masks import check_share, draw
+from optimisees import precision
 from optimisees.data.text import Corpus, corpus
 from optimisees.language.artefacts import VOCABULARY, continuation, continued, text_metrics, write_vocabulary
 from optimisees.language.references import NGrams
@@ -88,6 +89,7 @@ class LanguageModel(Optimisee):
         initial: `authors` sets the initial values of the cells' authors, see `cells.init_as_published`.
         evaluation_tokens: Number of tokens of each text to evaluate on, from its start; by default all.
         backend: The layers' way through time, "auto", "fast" or "loop", see `sequence.Stack`.
+        autocast: Whether training computes matrix products in bfloat16; parameters, states and loss do not change.
         dtype: Data type of the parameters.
         device: Device of all tensors. Masks are drawn there: other kinds of devices draw other ones.
 
@@ -121,6 +123,7 @@ class LanguageModel(Optimisee):
         initial: Literal["torch", "authors"] = "torch",
         evaluation_tokens: int | None = None,
         backend: str = "auto",
+        autocast: bool = False,
         dtype: Literal["float32", "float64"] = "float32",
         device: str = "cpu",
     ) -> None:
@@ -140,6 +143,8 @@ class LanguageModel(Optimisee):
         self.activation, self.temporal, self.backend = activation, temporal, backend
         self.batch_size, self.window, self.variable, self.shifted = batch_size, window, variable, shifted
         self.evaluation_tokens, self.dtype, self.device = evaluation_tokens, getattr(torch, dtype), torch.device(device)
+        self.autocast = autocast
+        precision.tell_if_emulated(device, autocast)
         with seeded(0):
             made = self._cells()
         self.stack, self._made = self._stacked(made).to(self.device), made
@@ -181,14 +186,15 @@ class LanguageModel(Optimisee):
         inner = {name.removeprefix("stack."): mask for name, mask in masks.items() if name.startswith("stack.")}
         for name in [name for name in inner if name.startswith("dropout.")]:
             inner[name] = inner[name].expand(len(tokens), -1, -1)
-        raw, states = self._run(params, x, aux, inner)
-        output = raw * masks["outputs"]
-        cross_entropy = self._cross_entropy(params, output, batch["targets"])
+        with precision.autocast(self.device, self.autocast):
+            raw, states = self._run(params, x, aux, inner)
+            output = raw * masks["outputs"]
+            cross_entropy = self._cross_entropy(params, output, batch["targets"])
         loss = cross_entropy + self.activation * output.square().mean()
         if len(raw) > 1:
             loss = loss + self.temporal * (raw[1:] - raw[:-1]).square().mean()
         after = _named(states) | {"cross_entropy": cross_entropy}
-        return loss, {name: value.detach() for name, value in after.items()}
+        return loss, {name: value.detach().to(self.dtype) for name, value in after.items()}
 
     def evaluate(self, params: Params, aux: Aux, batch: Batch) -> Tensor:
         """The mean cross-entropy without any mask, the states blank before the first step and carried from there on."""

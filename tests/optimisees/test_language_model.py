@@ -234,6 +234,29 @@ def test_a_text_begins_with_the_cells_own_state(monkeypatch):
     assert model.loss(params, aux, model.batch("train", 0, 0))[0].isfinite()
 
 
+@pytest.mark.parametrize("backend", ["fast", "loop"])
+@pytest.mark.parametrize("cell", [name for name in cells.CELLS if not name.startswith("no-")])
+def test_autocast_trains_in_bfloat16_and_keeps_states_and_evaluation(cell, backend):
+    """The gradient errs by as little as bfloat16 has digits."""
+    plain, model = (
+        SQUARE(cell=cell, backend=backend, window=6, dtype="float32", autocast=on, weight_drop=0.0)
+        for on in (False, True)
+    )
+    params, aux = plain.init(0)
+    leaves = {name: value.requires_grad_() for name, value in params.items()}
+    (_, blank), batch = model.init(0), model.batch("train", 0, 0)
+    loss, after = model.loss(leaves, blank, batch)
+    wanted, theirs = plain.loss(leaves, aux, batch)
+    assert {value.dtype for value in (loss, *after.values())} == {torch.float32}
+    found, exact = (
+        torch.cat([part.flatten() for part in torch.autograd.grad(one, list(leaves.values()))])
+        for one in (loss, wanted)
+    )
+    assert 0 < (found - exact).norm() < 0.02 * exact.norm()
+    text, _ = next(model.evaluation_batches("heldout", 0))
+    assert torch.equal(model.evaluate(params, after, text), plain.evaluate(params, theirs, text))
+
+
 def test_dropout_is_one_mask_a_window():
     model = SMALL(word_dropout=0.5, input_dropout=0.5, hidden_dropout=0.5, output_dropout=0.5, weight_drop=0.0)
     masks = model.batch("train", 0, 0)["masks"]
