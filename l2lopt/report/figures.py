@@ -177,7 +177,11 @@ def loss_curves(
 
 
 def training_curve(
-    curves: Mapping[str, tuple[np.ndarray, np.ndarray]], folder: Path, title: str = "", smoothing: int = 50
+    curves: Mapping[str, tuple[np.ndarray, np.ndarray]],
+    folder: Path,
+    title: str = "",
+    smoothing: int = 50,
+    levels: Mapping[str, float] | None = None,
 ) -> list[Path]:
     """Draws the training loss of each step with its running mean, and the watched loss, against the step.
 
@@ -186,6 +190,7 @@ def training_curve(
         folder: Folder for `training-curve.png` and `training-curve.svg`.
         title: Line above the panel.
         smoothing: Divisor of the number of steps; the running mean is over so many steps before each: 1/50 of all.
+        levels: Name → loss that a dotted line across is at, such as a published one.
     """
     with plt.rc_context(STYLE):
         figure, panel = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
@@ -199,10 +204,14 @@ def training_curve(
             else:
                 label = f"{'held-out' if stage == 'heldout' else shown(stage)} set"
                 panel.plot(steps, losses, color=colour, linestyle=(0, (5, 1.5)), marker="o", markersize=4, label=label)
+        for name, level in (levels or {}).items():
+            panel.axhline(level, color="0.3", linestyle=":", label=shown(name))
         values = np.concatenate([losses[np.isfinite(losses)] for _, losses in curves.values()])
         # A batch that is fitted exactly has a loss of 0, which the axis leaves out rather than flattening all else.
         logarithmic = (values >= 0).all() and (values > 0).any()
         panel.set(xlabel="step", ylabel="mean loss per sample", yscale="log" if logarithmic else "linear")
+        if logarithmic:
+            log_losses(panel)
         panel.set_xlim(left=0)
         panel.grid(True, which="major", linewidth=0.4, alpha=0.5)
         panel.legend(frameon=False)

@@ -256,6 +256,20 @@ def test_the_training_curve_starts_at_0(tmp_path, monkeypatch):
     figures.plt.close(seen[0])
 
 
+def test_a_published_loss_is_a_line_across_the_training_curve(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(figures, "write_figure", lambda figure, folder, name: seen.append(figure) or [])
+    curves = {"train": (np.arange(1.0, 101), np.linspace(6, 5, 100))}
+    figures.training_curve(curves, tmp_path, levels={"published, $4": 4.25})
+    panel = seen[0].axes[0]
+    (line,) = [line for line in panel.get_lines() if line.get_label() == "published, \\$4"]
+    assert set(line.get_ydata()) == {4.25}
+    assert panel.get_ylim()[0] < 4.25
+    seen[0].canvas.draw()
+    assert not any("times" in tick.get_text() for tick in panel.get_yticklabels(which="both"))
+    figures.plt.close(seen[0])
+
+
 def test_a_batch_without_any_loss_leaves_the_others_to_be_seen(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(figures, "write_figure", lambda figure, folder, name: seen.append(figure) or [])
