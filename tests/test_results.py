@@ -384,6 +384,34 @@ def test_what_is_said_of_the_additive_rule_on_the_full_network_is_in_its_losses(
         assert "{} and {}".format(*ends) in re.sub(r"\s+", " ", text)
 
 
+def test_rates_beside_those_of_width_16_did_on_the_full_network_what_is_said():
+    text, found = read("fig3-batch32/README.md"), {}
+    for row in csv.DictReader(read("fig3-batch32/rates.csv").splitlines()):
+        if row["step"] == "1000":
+            found.setdefault((row["optimiser"], float(row["rate"])), []).append(float(row["loss"]))
+    own = losses_of_the_full_network()
+    for said, best in {"SGD": 0.1, "Adam": 0.001}.items():
+        name = said.lower()
+        found[name, best] = [own[name, split, 1000][0] for split in ("train", "test")]
+        rates = sorted(rate for other, rate in found if other == name)
+        assert rates == pytest.approx([best / 10**0.5, best, best * 10**0.5], rel=1e-3)
+        least = rates[name == "sgd"]
+        assert all(min(rates, key=lambda rate: found[name, rate][split]) == least for split in (0, 1))
+        shown = [" and ".join(f"{loss:#.3g}" for loss in found[name, rate]) for rate in rates]
+        assert f"| {said}, {rates[0]}, {rates[1]} and {rates[2]} | {' | '.join(shown)} |" in text
+    lower = [one - other for one, other in zip(found["adam", 0.001], found["adam", 0.000316], strict=True)]
+    assert "it ends {:.2f} and {:.2f} lower".format(*lower) in text
+    of_rules = {
+        cell: "{:.3f} and {:.3f}".format(*(own[f"{cell} per tensor", split, 1000][0] for split in ("train", "test")))
+        for cell in CELLS
+    }
+    assert "{} (LSTM) and {} (IHC-LSTM); the rules".format(*of_rules.values()) in text
+    ends = "{:.3g} and {:.3g} on the first network".format(*found["adam", 0.000316])
+    claims = [line for line in (ROOT / "docs/claims.md").read_text(encoding="utf-8").splitlines() if ends in line]
+    assert len(claims) == 2
+    assert "{}, {} |".format(*of_rules.values()) in claims[0]
+
+
 def test_what_eight_meta_updates_on_the_full_network_did_is_in_their_records_and_losses():
     losses = losses_of_the_full_network()
     text = read("fig3-batch32/README.md").partition("**Meta-trained further at this size.**")[2]
