@@ -313,7 +313,7 @@ def test_the_readme_has_the_perplexities_of_the_language_model():
 
 
 def losses_of_the_full_network():
-    """(optimiser, split, step) → the losses, on the first network and, where it was run, on the second."""
+    """(optimiser, split, step) → the losses on both networks."""
     losses = {}
     for name in ("evaluation", "additive", "additive-further"):
         for row in csv.DictReader(read(f"fig3-batch32/{name}.csv").splitlines()):

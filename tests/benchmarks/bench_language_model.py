@@ -4,7 +4,8 @@ python tests/benchmarks/bench_language_model.py [--threads 2] [--rounds 3] [--wi
 [--sizes "650,650×2"]
 
 A step is a window of 20 columns: masks, loss, gradient, clip and SGD, over 10,000 words. Our layers go their fast way
-through time and by the loop; beside them stand those of `nn.LSTM` with the same weights, masks and everything else.
+through time, by the loop, and the fast way in bfloat16; beside them stand those of `nn.LSTM` with the same weights,
+masks and everything else.
 """
 
 import argparse
@@ -59,12 +60,14 @@ class TorchLayers(nn.Module):
         return x, after
 
 
-def model_of(cell: str, sizes: tuple[int, int, int], window: int, backend: str = "fast") -> LanguageModel:
+def model_of(
+    cell: str, sizes: tuple[int, int, int], window: int, backend: str = "fast", autocast: bool = False
+) -> LanguageModel:
     """On random words, its windows all of one length."""
     vocabulary = Vocabulary((EOS, *map(str, range(1, WORDS))), "word")
     text = torch.randint(WORDS, (20 * (4 * window + 1),), generator=torch.Generator().manual_seed(0))
     corpus = Corpus(vocabulary, text, text, text)
-    return LanguageModel(corpus, cell, *sizes, window=window, variable=False, backend=backend)
+    return LanguageModel(corpus, cell, *sizes, window=window, variable=False, backend=backend, autocast=autocast)
 
 
 def with_torch(model: LanguageModel, params: Params) -> Params:
@@ -91,11 +94,13 @@ def stepping(model: LanguageModel, params: Params) -> Run:
     return step
 
 
-def checked(model: LanguageModel, params: Params, other: LanguageModel, theirs: Params) -> None:
+def checked(
+    model: LanguageModel, params: Params, other: LanguageModel, theirs: Params, tolerance: float = 1e-5
+) -> None:
     """Both losses are one."""
     aux, batch = model.init(0)[1], model.batch("train", 0, 1)
     one, two = model.loss(params, aux, batch)[0], other.loss(theirs, aux, batch)[0]
-    torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(one, two, rtol=tolerance, atol=tolerance)
 
 
 def seconds(run: Run) -> float:
@@ -124,6 +129,9 @@ def main() -> None:
             looping = model_of(cell, sizes, options.window, "loop")
             checked(model, params, looping, params)
             runs[f"{cell}, loop"] = stepping(looping, params)
+            halved = model_of(cell, sizes, options.window, autocast=True)
+            checked(model, params, halved, params, tolerance=1e-2)
+            runs[f"{cell}, bfloat16"] = stepping(halved, params)
             if cell == "lstm":
                 other = model_of(cell, sizes, options.window)
                 theirs = with_torch(other, params)
