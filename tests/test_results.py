@@ -312,6 +312,29 @@ def test_the_readme_has_the_perplexities_of_the_language_model():
     assert said in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+def test_the_row_of_table_ii_is_as_its_records_say():
+    text = re.sub(r"\s+", " ", read("ptb-irc-gru/README.md"))
+    rows = list(csv.DictReader(read("ptb-irc-gru/perplexity.csv").splitlines()))
+    assert [int(row["epoch"]) for row in rows] == list(range(51))
+    told = re.search(r"\| after epoch \| ((?:\d+ \| )+)", text)[1].rstrip("| ").split(" | ")
+    for split in ("training", "validation"):
+        shown = [f"{float(rows[int(epoch)][split]):#.3g}".rstrip(".") for epoch in told]
+        assert f"| {split} | {' | '.join(shown)} |" in text
+    result = json.loads(read("ptb-irc-gru/result.json"))
+    model = result["optimisee"]
+    assert (model["cell"], model["autocast"], result["diverged"]) == ("irc-gru", True, None)
+    assert result["step"] == result["steps"] == int(rows[-1]["step"])
+    test, valid = result["metrics"]["perplexity"], [float(row["validation"]) for row in rows]
+    assert f"| test | {test:.2f} | 76.51 |" in text
+    assert f"| validation | {valid[-1]:.2f} |" in text
+    assert f"falls from {valid[30]:.1f} to {valid[31]:.1f}, and by {valid[31] - valid[50]:.1f} over" in text
+    assert f"passed by {76.51 - test:.1f}," in text
+    assert f"in place of {valid[1]:.1f} and {valid[2]:.1f}, at" in text
+    lines = (ROOT / "docs/claims.md").read_text(encoding="utf-8").splitlines()
+    claim = next(line for line in lines if line.startswith("| IRC-GRU 76.51,"))
+    assert f" {test:.2f} in the test" in claim
+
+
 def losses_of_the_full_network():
     """(optimiser, split, step) → the losses on both networks."""
     losses = {}

@@ -4,6 +4,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from l2lopt.report.interval import half_width
 from l2lopt.report.names import proper_names
 from l2lopt.report.style import (
     BANDED_SEEDS,
+    DASHES,
     RULES,
     STYLE,
     bands_of,
@@ -190,7 +192,7 @@ def training_curve(
         folder: Folder for `training-curve.png` and `training-curve.svg`.
         title: Line above the panel.
         smoothing: Divisor of the number of steps; the running mean is over so many steps before each: 1/50 of all.
-        levels: Name → loss that a dotted line across is at, such as a published one.
+        levels: Name → loss that a line across is at, such as a published one.
     """
     with plt.rc_context(STYLE):
         figure, panel = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
@@ -204,8 +206,8 @@ def training_curve(
             else:
                 label = f"{'held-out' if stage == 'heldout' else shown(stage)} set"
                 panel.plot(steps, losses, color=colour, linestyle=(0, (5, 1.5)), marker="o", markersize=4, label=label)
-        for name, level in (levels or {}).items():
-            panel.axhline(level, color="0.3", linestyle=":", label=shown(name))
+        for (name, level), dash in zip((levels or {}).items(), cycle(DASHES[2:])):
+            panel.axhline(level, color="0.3", linestyle=dash, label=shown(name))
         values = np.concatenate([losses[np.isfinite(losses)] for _, losses in curves.values()])
         # A batch that is fitted exactly has a loss of 0, which the axis leaves out rather than flattening all else.
         logarithmic = (values >= 0).all() and (values > 0).any()
