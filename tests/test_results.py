@@ -384,7 +384,7 @@ def test_what_is_said_of_the_full_network_is_in_its_losses():
     test = {name: fmean(losses[name, "test", 1000]) for name in names}
     assert readme_row("fig3-batch32") == {name: f"{value:#.3g}" for name, value in test.items()}
     ends = [fmean(losses[name, split, 1000]) for name in ("muon", "harness") for split in ("train", "test")]
-    assert re.search(r"is Muon, which ends at {:.3f} and {:.3f}, ".format(*ends), text)
+    assert re.search(r"  Muon ends at {:.3f} and {:.3f}, ".format(*ends), text)
     assert "network ends at {:.3f} and {:.3f}, between".format(*ends[2:]) in text
     assert "test loss {:.3g}, {:.3g}, {:.3g} and {:.3g};".format(*list(test.values())[:4]) in claims["SGD"]
 
