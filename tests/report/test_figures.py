@@ -260,8 +260,11 @@ def test_a_published_loss_is_a_line_across_the_training_curve(tmp_path, monkeypa
     seen = []
     monkeypatch.setattr(figures, "write_figure", lambda figure, folder, name: seen.append(figure) or [])
     curves = {"train": (np.arange(1.0, 101), np.linspace(6, 5, 100))}
-    figures.training_curve(curves, tmp_path, levels={"published, $4": 4.25})
+    figures.training_curve(curves, tmp_path, levels={"published, $4": 4.25, "own": 4.5})
     panel = seen[0].axes[0]
+    dashes = [line._dash_pattern for line in panel.get_lines() if len(set(line.get_ydata())) == 1]
+    assert len(dashes) == 2
+    assert dashes[0] != dashes[1]
     (line,) = [line for line in panel.get_lines() if line.get_label() == "published, \\$4"]
     assert set(line.get_ydata()) == {4.25}
     assert panel.get_ylim()[0] < 4.25
